@@ -140,7 +140,7 @@ def log_together(
     names = dict.fromkeys(call["name"] for recorder in recorders for call in recorder.calls)
     for name in names:
         calls = [
-            (call, call.get("batch_size", samples))
+            (call, call.get("batch_size") or samples)
             for recorder, samples in zip(recorders, num_samples, strict=True)
             for call in recorder.calls
             if call["name"] == name
