@@ -108,8 +108,14 @@ def train(flags: Namespace) -> None:
 
     seed_everything(flags.seed, verbose=False)
     data = FashionMNISTDataModule(flags.batch_size * scale, flags.data_dir, fallback_dir=SMALL_DATA, seed=flags.seed)
-    warmup_epochs = flags.warmup_epochs if flags.warmup_epochs is not None else float(flags.linear_scaling)
-    model = LitClassifier(flags.model, lr=flags.lr, lr_scale=scale, warmup_epochs=warmup_epochs, compile=flags.compile)
+    warmup_epochs = flags.linear_scaling if flags.warmup_epochs is None else flags.warmup_epochs
+    model = LitClassifier(
+        flags.model,
+        lr=float(flags.lr),  # plain numbers: checkpoints hold them, and load without this program's types
+        lr_scale=scale,
+        warmup_epochs=float(warmup_epochs),
+        compile=flags.compile,
+    )
 
     throughput = Throughput()
     checkpoint = ModelCheckpoint(filename="last")
@@ -125,7 +131,7 @@ def train(flags: Namespace) -> None:
         limit_train_batches=flags.limit_train_batches,
         callbacks=[throughput, checkpoint, curve],
         logger=CSVLogger(flags.output_dir, name=""),
-        log_every_n_steps=20,
+        log_every_n_steps=min(20, flags.limit_train_batches or 20),
         enable_model_summary=False,
     )
     trainer.fit(model, datamodule=data, ckpt_path=flags.ckpt_path)

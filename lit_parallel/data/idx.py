@@ -59,7 +59,8 @@ def _read(folder: Path, name: str) -> Tensor:
         raise ValueError(f"{path} cannot be read ({error}). Fetch the file again.") from error
     num_dims = content[3] if content[:3] == b"\x00\x00\x08" else 0
     header = 4 + 4 * num_dims
-    shape = np.frombuffer(content[4:header], dtype=">i4").tolist()
-    if num_dims == 0 or len(shape) != num_dims or len(content) - header != np.prod(shape):
+    complete = num_dims > 0 and len(content) >= header
+    shape = np.frombuffer(content[4:header], dtype=">i4").tolist() if complete else []
+    if not complete or len(content) - header != np.prod(shape):
         raise ValueError(f"{path} is not a complete idx file of bytes. Fetch the file again.")
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape).copy())

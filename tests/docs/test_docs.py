@@ -1,0 +1,86 @@
+"""What the README and the docs show is run as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_parallel.schedules import available_algorithms
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+PAGES = [page for page in PAGES if not any(part.startswith("_") for part in page.relative_to(ROOT).parts)]
+
+
+def blocks(language):
+    return [
+        pytest.param(block, id=f"{page.stem}-{number}")
+        for page in PAGES
+        for number, block in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S))
+    ]
+
+
+COMMANDS = sorted({line.split("  #")[0].strip() for block in blocks("bash") for line in block.values[0].splitlines()})
+QUICK = "--accelerator cpu --epochs 1 --limit-train-batches 2"
+
+
+def run(command, folder, timeout=240):
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_blocks_run(tmp_path, block):
+    (tmp_path / "block.py").write_text(block)
+    result = run([sys.executable, "block.py"], tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml_blocks_are_valid(block):
+    assert yaml.safe_load(block)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "recipes/" in command])
+def test_recipe_commands_run(tmp_path, command):
+    python, recipe, *flags = shlex.split(command)
+    assert python == "python"
+    if "--help" not in flags:
+        flags += ["--data-dir", str(ROOT / "recipes" / "data"), "--epochs", "1"]
+        flags += QUICK.split() if "fashion_mnist" in recipe else []
+    result = run([sys.executable, str(ROOT / recipe), *flags], tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_other_commands_are_targets_of_the_makefile():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    for command in COMMANDS:
+        words = command.split()
+        assert (
+            "recipes/" in command or "lit_parallel.benchmark" in command or (words[0] == "make" and words[1] in targets)
+        )
+
+
+def test_the_readme_names_every_strategy():
+    text = (ROOT / "README.md").read_text()
+    for name in (*available_algorithms(), "dp", "single", "ddp"):
+        assert f'`"{name}"`' in text
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+\.(?:md|json|png))[^)]*\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"

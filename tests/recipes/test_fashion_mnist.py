@@ -1,0 +1,126 @@
+"""The real command line, on real images."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_parallel.schedules import available_algorithms
+
+ROOT = Path(__file__).parents[2]
+SMALL = ROOT / "recipes" / "data"
+STRATEGIES = ("single", "dp", "ddp", *available_algorithms())
+
+
+def run(folder, *flags, recipe="fashion_mnist.py", warnings="error::UserWarning"):
+    return subprocess.run(
+        [sys.executable, "-W", warnings, ROOT / "recipes" / recipe, *map(str, flags)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def train(folder, *flags, **options):
+    result = run(folder, "--accelerator", "cpu", "--data-dir", SMALL, *flags, **options)
+    assert result.returncode == 0, result.stderr
+    line = result.stdout.splitlines()[-1]
+    match = re.fullmatch(r"test acc: (0\.\d{3}), \d+\.\d sec/epoch, \d+\.\d samples/sec with (\w+) on (\d) x cpu", line)
+    assert match, result.stdout
+    return float(match[1]), match[2], int(match[3])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_one_flag(tmp_path, strategy):
+    devices = 1 if strategy == "single" else 2
+    accuracy, name, count = train(
+        tmp_path, "--strategy", strategy, "--devices", devices, "--epochs", 1, "--limit-train-batches", 30
+    )
+    assert (name, count) == (strategy, devices)
+    assert accuracy > 0.3  # ten classes; 30 steps
+
+    folder = tmp_path / "output" / "version_0"
+    assert (folder / "learning_curve.png").stat().st_size > 10_000
+    with open(folder / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[-1]["test_acc"]) == pytest.approx(accuracy, abs=5e-4)
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 30
+
+
+def test_training_learns_and_goes_on_from_a_checkpoint(tmp_path):
+    accuracy, *_ = train(tmp_path, "--epochs", 3, "--batch-size", 64)
+    assert accuracy > 0.7
+    checkpoint = tmp_path / "output" / "version_0" / "checkpoints" / "last.ckpt"
+    # Lightning warns that the new checkpoint goes into a new folder.
+    flags = ("--strategy", "ps", "--epochs", 4, "--batch-size", 64, "--ckpt-path", checkpoint)
+    train(tmp_path, *flags, warnings="default")
+    again = tmp_path / "output" / "version_1" / "checkpoints" / "last.ckpt"
+    steps = [torch.load(path, weights_only=True)["global_step"] for path in (checkpoint, again)]
+    assert steps == [3 * 157, 4 * 157]
+
+
+def test_flags_from_a_file_and_linear_scaling(tmp_path):
+    (tmp_path / "flags.yaml").write_text(
+        "strategy: tree\nepochs: 1\nlimit_train_batches: 10\nlinear_scaling: true\nbatch_size: 32\nlr: 0.05\n"
+    )
+    train(tmp_path, "--config", "flags.yaml", "--output-dir", "elsewhere")
+    saved = torch.load(tmp_path / "elsewhere" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["hyper_parameters"]["lr_scale"] == 2
+    assert saved["hyper_parameters"]["warmup_epochs"] == 1
+
+
+def test_accumulation_and_precision(tmp_path):
+    train(
+        tmp_path,
+        *("--accumulate-grad-batches", 2, "--precision", "bf16-mixed", "--epochs", 1, "--limit-train-batches", 30),
+    )
+    saved = torch.load(tmp_path / "output" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 15
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--strategy rign", "--strategy: Expected .*'ring'.* Got value: rign"),
+        ("--devices 0", "--devices: .*0 does not conform to restriction v>0"),
+        ("--epochs 1.5", "--epochs: .*1.5"),
+        ("--lr -1", "--lr: .*-1 does not conform"),
+        ("--batch-size 1", "--batch-size 1 is smaller than the number of devices .2.: .* Use --batch-size 2"),
+        ("--data-dir missing", "data_dir='missing' does not hold Fashion-MNIST's four files"),
+        ("--ckpt-path missing", "--ckpt-path missing: there is no such file"),
+        ("--strategy single", "strategy='single' trains on one device, but devices=2"),
+        ("--strategy dp --num-nodes 2", "num_nodes=2. Use a strategy with a process per device"),
+        ("--output-dir file", "File exists: 'file'"),
+        ("--config missing.yaml", "--config: .*missing.yaml"),
+        ("--steps 3", "unrecognized arguments: --steps 3"),
+    ],
+)
+def test_wrong_flags_end_with_one_line_and_code_2(tmp_path, flags, message):
+    (tmp_path / "file").touch()
+    result = run(tmp_path, "--accelerator", "cpu", *flags.split())
+    assert result.returncode == 2
+    assert re.fullmatch(f"fashion_mnist.py: error: .*{message}.*\n", result.stderr), result.stderr
+    assert result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir() if path.name != "output"] == ["file"]
+
+
+def test_help_shows_commands_and_every_flag(tmp_path):
+    result = run(tmp_path, "--help")
+    assert result.returncode == 0
+    assert "\n    python recipes/fashion_mnist.py --strategy ring --devices 2\n" in result.stdout
+    for flag in (
+        *("strategy", "devices", "num-nodes", "accelerator", "precision", "model", "batch-size", "lr", "epochs"),
+        *("linear-scaling", "warmup-epochs", "accumulate-grad-batches", "compile", "data-dir"),
+        *("limit-train-batches", "seed", "output-dir", "ckpt-path", "config"),
+    ):
+        assert f"--{flag}" in result.stdout
