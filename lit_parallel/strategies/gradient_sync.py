@@ -63,8 +63,7 @@ class GradientSync:
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
                 # Sums become means here, once, and before they are added, as DistributedDataParallel does it: the
                 # bits are the same, and sums in half precision do not overflow.
-                gradients.div_(self.transport.world_size)
-                self.transport.run(self._schedule, gradients)
+                self.transport.run(self._schedule, gradients, scale=1 / self.transport.world_size)
                 future.set_result(gradients)
         except Exception as error:
             # Handed to backward, which raises it in the main thread.

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lit_parallel.schedules.registry import get_algorithm
 from lit_parallel.strategies.gradient_sync import GradientSync
-from lit_parallel.transports.process_group import ProcessGroupTransport
+from lit_parallel.transports import (
+    NoRoomError,
+    OtherHostError,
+    ProcessGroupTransport,
+    SharedMemoryTransport,
+    Transport,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
+TransportName = Literal["auto", "shared_memory", "process_group"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -30,9 +38,11 @@ class SynchronousStrategy(DDPStrategy):
     parameters, static graphs. At two ranks the weights are bit-identical to Lightning's "ddp".
 
     Args:
+        transport: How bytes move between ranks. "shared_memory": each rank reads the others' memory, on one host;
+            "process_group": messages of torch.distributed; "auto" picks the first for CPU ranks that are all on one
+            host, else the second.
         overlap: Synchronise a bucket while backward computes the next one. None picks what was measured to be
-            quicker: on for CUDA; on CPU on for ranks on several hosts, off on one host, where ranks and messages
-            share the same cores.
+            quicker: on, except for CPU ranks on one host, where ranks and messages share the same cores.
         find_unused_parameters: Allow parameters that a step does not use, at the cost of a walk over the graph.
         static_graph: Promise that every step uses the same parameters in the same order.
         bucket_cap_mb: Size of a gradient bucket in MiB.
@@ -53,6 +63,7 @@ class SynchronousStrategy(DDPStrategy):
     def __init__(
         self,
         *,
+        transport: TransportName = "auto",
         overlap: bool | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -66,6 +77,8 @@ class SynchronousStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        if transport not in get_args(TransportName):
+            raise ValueError(f"Unknown transport {transport!r}; choose one of {', '.join(get_args(TransportName))}.")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -80,7 +93,7 @@ class SynchronousStrategy(DDPStrategy):
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=True,  # one copy of the gradients, not two
         )
-        self.overlap = overlap
+        self.transport, self.overlap = transport, overlap
         self._gradient_sync: GradientSync | None = None
 
     @override
@@ -89,9 +102,33 @@ class SynchronousStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         schedule = get_algorithm(self.algorithm).make_schedule(dist.get_world_size())
         overlap = (self.root_device.type == "cuda" or self.num_nodes > 1) if self.overlap is None else self.overlap
-        transport = ProcessGroupTransport(self._timeout, self._process_group_backend)
-        self._gradient_sync = GradientSync(transport, schedule, self.root_device, overlap=overlap)
+        self._gradient_sync = GradientSync(self._make_transport(), schedule, self.root_device, overlap=overlap)
         self.model.register_comm_hook(state=None, hook=self._gradient_sync.make_hook())
+
+    def _make_transport(self) -> Transport:
+        """All ranks make the same kind: the errors below are raised on all of them alike.
+
+        Raises:
+            ValueError: Shared memory was asked for and cannot be used.
+        """
+        assert self.model is not None
+        assert self._timeout is not None
+        reason: Exception | None = None
+        if self.transport != "process_group" and self.root_device.type == "cpu":
+            gradients = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
+            try:
+                # Twice: DDP makes new buckets after the first step, before it frees the old ones.
+                return SharedMemoryTransport(2 * gradients, self._timeout)
+            except NoRoomError as error:
+                reason = error
+                if self.transport == "auto":
+                    rank_zero_warn(f"Gradients go through the process group, not shared memory: {error}.")
+            except OtherHostError as error:
+                reason = error
+        if self.transport == "shared_memory":
+            reason = reason or ValueError(f"it joins CPU ranks, and these are on {self.root_device.type}")
+            raise ValueError(f"transport='shared_memory' cannot be used: {reason}. Use transport='auto'.") from reason
+        return ProcessGroupTransport(self._timeout, self._process_group_backend)
 
     @override
     def teardown(self) -> None:

@@ -22,9 +22,12 @@ class InMemoryTransport(Transport):
         self.world_size = world_size
         self.traffic = [Traffic() for _ in range(world_size)]
 
-    def run(self, schedule: Schedule, *tensors: Tensor) -> None:
+    def run(self, schedule: Schedule, *tensors: Tensor, scale: float = 1) -> None:
         """Runs a schedule over one tensor per rank; see `Transport.run`."""
         self._check(schedule, tensors)
+        if scale != 1:
+            for tensor in tensors:
+                tensor.mul_(scale)
         for step in schedule.steps():
             # One message after the other gives the same result as all at once: within a step no message reads what
             # another one writes (`verify` proves it).

@@ -60,7 +60,7 @@ class ProcessGroupTransport(Transport):
         self._plans: dict[tuple[Schedule, int, int], _Plan] = {}
         self._staging: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def run(self, schedule: Schedule, *tensors: Tensor) -> None:
+    def run(self, schedule: Schedule, *tensors: Tensor, scale: float = 1) -> None:
         """Runs a schedule on this rank's tensor; see `Transport.run`.
 
         Large tensors are pipelined where the schedule's cost says that it pays. Messages to be added wait in staging
@@ -70,6 +70,8 @@ class ProcessGroupTransport(Transport):
         if self._group is None:
             raise TransportError(f"Rank {self.rank}: the transport is closed.")
         (tensor,) = tensors
+        if scale != 1:
+            tensor.mul_(scale)
         plan = self._plan(schedule, tensor.numel(), tensor.element_size())
         staging = self._staging_for(tensor, plan.staging_length)
         for number, step in enumerate(plan.steps):

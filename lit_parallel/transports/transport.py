@@ -47,12 +47,13 @@ class Transport(ABC):
     traffic: list[Traffic]
 
     @abstractmethod
-    def run(self, schedule: Schedule, *tensors: Tensor) -> None:
+    def run(self, schedule: Schedule, *tensors: Tensor, scale: float = 1) -> None:
         """Runs a schedule in place.
 
         Args:
             schedule: A schedule for this transport's world size.
             tensors: One flat tensor for each rank that this process holds.
+            scale: What every input is multiplied by before it is added: 1/P makes an all-reduce a mean.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lit_parallel.schedules import Schedule, available_algorithms, get_algorithm, pipelined, ring
 from lit_parallel.testing import DTYPES, WORLD_SIZES, RanksError, check_transport, example, lengths, run_ranks
-from lit_parallel.transports import InMemoryTransport, ProcessGroupTransport, TransportError
+from lit_parallel.transports import InMemoryTransport, ProcessGroupTransport, SharedMemoryTransport, TransportError
 
 
 def broken_ring(world_size: int) -> Schedule:
@@ -21,7 +21,7 @@ def broken_ring(world_size: int) -> Schedule:
 class CopyingTransport(InMemoryTransport):
     """Never adds."""
 
-    def run(self, schedule, *tensors):
+    def run(self, schedule, *tensors, scale=1):
         copies = [
             tuple(type(send)(send.src, send.dst, send.chunk, False) for send in step) for step in schedule.steps()
         ]
@@ -41,16 +41,17 @@ def test_in_memory(world_size):
     all_cases(InMemoryTransport(world_size))
 
 
-def on_process_group():
-    transport = ProcessGroupTransport()
+def on_ranks(make_transport):
+    transport = make_transport()
     all_cases(transport)
     transport.close()
     transport.close()
 
 
+@pytest.mark.parametrize("make_transport", [ProcessGroupTransport, SharedMemoryTransport])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_process_group(world_size):
-    run_ranks(on_process_group, world_size)
+def test_between_processes(world_size, make_transport):
+    run_ranks(on_ranks, world_size, make_transport)
 
 
 def check_broken():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -82,7 +83,7 @@ def run(folder, source, *arguments):
 
 def check_trained(result):
     assert result.returncode == 0, result.stderr
-    losses = [float(line.split(":")[1]) for line in result.stdout.splitlines() if line.startswith("rank ")]
+    losses = [float(loss) for loss in re.findall(r"rank \d of 2: (\d\.\d{4})", result.stdout)]
     assert len(losses) == 2
     assert losses[0] == losses[1] < 0.5
 

@@ -7,12 +7,22 @@ import torch
 
 from lit_parallel import RingStrategy, TreeStrategy
 from lit_parallel.schedules import available_algorithms
+from lit_parallel.strategies.synchronous import AlgorithmStrategy
 from lit_parallel.testing import run_ranks
 from tests.strategies.fits import SCENARIOS, fit
 
 
-def fit_all(strategies, world_size, scenario, options):
-    return {strategy: fit(strategy, world_size, scenario, **options) for strategy in strategies}
+def fit_all(strategies, world_size, scenario, options, transport="auto"):
+    unused = {"find_unused_parameters": True} if SCENARIOS[scenario][2] else {}
+    return {
+        name: fit(
+            name if name == "ddp" else AlgorithmStrategy(name, transport=transport, **unused),
+            world_size,
+            scenario,
+            **options,
+        )
+        for name in strategies
+    }
 
 
 def assert_equal(one, other):
@@ -21,10 +31,11 @@ def assert_equal(one, other):
         assert torch.equal(one[key], other[key]), key
 
 
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_ranks_give_the_bits_of_ddp(scenario):
+def test_two_ranks_give_the_bits_of_ddp(scenario, transport):
     strategies = ["ddp", *available_algorithms()]
-    for results in run_ranks(fit_all, 2, strategies, 2, scenario, {}):
+    for results in run_ranks(fit_all, 2, strategies, 2, scenario, {}, transport):
         for strategy in strategies[1:]:
             assert_equal(results[strategy], results["ddp"])
 
@@ -35,6 +46,7 @@ def test_more_ranks_agree_with_ddp_and_with_one_device(world_size, scenario):
     strategies = ["ddp", *available_algorithms()]
     double = {"precision": "64-true"}
     first = run_ranks(fit_all, world_size, strategies, world_size, scenario, double)
+    messages = run_ranks(fit_all, world_size, strategies[1:], world_size, scenario, double, "process_group")
     again = run_ranks(fit_all, world_size, strategies[1:], world_size, scenario, double)
     one_device = fit("single", 1, scenario, **double)
     for rank in range(world_size):
@@ -45,6 +57,8 @@ def test_more_ranks_agree_with_ddp_and_with_one_device(world_size, scenario):
                 torch.testing.assert_close(value, one_device[key], rtol=1e-10, atol=1e-12)
         for strategy in strategies[1:]:
             assert_equal(first[rank][strategy], again[rank][strategy])
+            for key, value in first[rank][strategy].items():
+                torch.testing.assert_close(messages[rank][strategy][key], value, rtol=1e-10, atol=1e-12)
 
 
 def fit_with_options(world_size):
