@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 
 import lit_parallel
+from lit_parallel.benchmark import report
 from lit_parallel.schedules import available_algorithms, cost, get_algorithm
 
 project = "lit_parallel"
@@ -54,7 +56,16 @@ def algorithm_summaries() -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
+def benchmark_tables(path: Path) -> str:
+    """The tables of a benchmark's JSON file, with the machine and the command."""
+    figures = json.loads(path.read_text())
+    tables = "\n\n".join(report.markdown(table) for table in figures["tables"])
+    return f"{tables}\n\nMeasured on {report.describe(figures['machine'])}:\n\n```bash\n{figures['command']}\n```\n"
+
+
 generated = Path(__file__).parent / "_generated"
 generated.mkdir(exist_ok=True)
 (generated / "algorithm_table.md").write_text(algorithm_table())
 (generated / "algorithm_summaries.md").write_text(algorithm_summaries())
+for figures in Path(__file__).parent.glob("figures/*.json"):
+    (generated / f"{figures.stem}.md").write_text(benchmark_tables(figures))

@@ -54,22 +54,33 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]], baseline: str) -> str:
-    """The rows as a Markdown table."""
-    lines = [f"| | median | p90 | against {baseline} (spread) |", "|---|---:|---:|---:|"]
+def describe(content: Mapping[str, Any]) -> str:
+    """What `machine` found, in a line."""
+    versions = ", ".join(f"{name} {content[name]}" for name in ("python", "torch", "lightning", "lit_parallel"))
+    return f"{content['cores']} cores of {content['processor']}, {content['system']}; {versions}"
+
+
+def markdown(table: Mapping[str, Any]) -> str:
+    """A table of rows as Markdown, under its title."""
+    lines = [
+        f"{table['title']}:",
+        "",
+        f"| | median | p90 | time against {table['baseline']} (spread) |",
+        "|---|---:|---:|---:|",
+    ]
     lines += [
-        f"| {row['name']} | {row['median_ms']:.2f} ms | {row['p90_ms']:.2f} ms"
+        f"| {row['name']} | {row['median_ms']:.3g} ms | {row['p90_ms']:.3g} ms"
         f" | {row['ratio']:.2f} ({row['ratio_min']:.2f}-{row['ratio_max']:.2f}) |"
-        for row in rows
+        for row in table["rows"]
     ]
     return "\n".join(lines)
 
 
-def write(path: Path, name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def write(path: Path, rounds: int, tables: Sequence[Mapping[str, Any]]) -> None:
     """Writes a benchmark's figures as JSON, with the machine and the command that repeats them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "lit_parallel.benchmark", *sys.argv[1:]])
-    content = {"benchmark": name, "command": command, "settings": settings, "machine": machine(), "rows": rows}
+    content = {"command": command, "machine": machine(), "rounds": rounds, "tables": tables}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -61,8 +61,7 @@ class GradientSync:
                 self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
                 gradients.record_stream(self._stream)
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                # Sums become means here, once, and before they are added, as DistributedDataParallel does it: the
-                # bits are the same, and sums in half precision do not overflow.
+                # DistributedDataParallel leaves the division to its hook: sums become means here, once.
                 self.transport.run(self._schedule, gradients, scale=1 / self.transport.world_size)
                 future.set_result(gradients)
         except Exception as error:

@@ -59,9 +59,7 @@ class Links:
         except BaseException:
             self.close()
             raise
-        # A child of this process (a data loader's worker) must not keep a killed rank's sockets open.
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(reference))
+        _ALL_LINKS.add(self)
 
     @property
     def peers(self) -> list[int]:
@@ -230,11 +228,17 @@ class Links:
         )
 
 
-def _close_in_child(reference: weakref.ref[Links]) -> None:
-    links = reference()
-    if links is not None:
+_ALL_LINKS: weakref.WeakSet[Links] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A child of a rank (a data loader's worker) must not keep the rank's sockets open after the rank was killed."""
+    for links in _ALL_LINKS:
         for each in (*links._sockets.values(), *links._lives.values()):
             each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _gather(value: Any) -> list[Any]:

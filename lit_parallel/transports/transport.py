@@ -53,7 +53,8 @@ class Transport(ABC):
         Args:
             schedule: A schedule for this transport's world size.
             tensors: One flat tensor for each rank that this process holds.
-            scale: What every input is multiplied by before it is added: 1/P makes an all-reduce a mean.
+            scale: What the sum is multiplied by: 1/P makes an all-reduce a mean. Inputs of half precision are scaled
+                before they are added, so that sums do not overflow.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ MODULES = sorted(
     if not module.name.endswith("__main__")
 )
 #: Files of lit_parallel/schedules that are no algorithm.
-MACHINERY = {"__init__", "cost", "pipeline", "registry", "schedule", "verify"}
+MACHINERY = {"__init__", "cost", "pipeline", "progress", "registry", "schedule", "verify"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from lit_parallel.benchmark.report import compare, table
+from lit_parallel.benchmark.report import compare, markdown
+from lit_parallel.schedules import available_algorithms
 
 
 def test_ratios_are_taken_round_by_round():
@@ -14,22 +15,39 @@ def test_ratios_are_taken_round_by_round():
     assert rows[0]["ratio"] == 1
     assert (rows[1]["ratio"], rows[1]["ratio_min"], rows[1]["ratio_max"]) == (2, 1, 3)
     assert rows[1]["median_ms"] == pytest.approx(4000)
-    assert "| other | 4000.00 ms | 6000.00 ms | 2.00 (1.00-3.00) |" in table(rows, "base")
+    text = markdown({"title": "A title", "baseline": "base", "rows": rows})
+    assert "| other | 4e+03 ms | 6e+03 ms | 2.00 (1.00-3.00) |" in text
 
 
-def test_the_command_measures_and_writes_its_figures(tmp_path):
-    flags = ["overhead", "--steps", "5", "--rounds", "2", "--batch-size", "4", "--json", str(tmp_path / "figures.json")]
-    result = subprocess.run(
-        [sys.executable, "-m", "lit_parallel.benchmark", *flags],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert [row["name"] for row in figures["rows"]] == ["plain PyTorch, DDP", "Lightning, ddp", "Lightning, ring"]
-    assert all(row["median_ms"] > 0 for row in figures["rows"])
-    assert figures["command"].startswith("python -m lit_parallel.benchmark overhead --steps 5")
+def measure(folder, *flags):
+    path = folder / "figures.json"
+    command = [sys.executable, "-m", "lit_parallel.benchmark", *flags, "--rounds", "2", "--json", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    figures = json.loads(path.read_text())
+    assert figures["command"] == " ".join(["python", *command[1:]])
     assert figures["machine"]["cores"] >= 1
-    assert result.stdout.count("\n|") >= 5
-    assert list(tmp_path.iterdir()) == [tmp_path / "figures.json"]
+    for table in figures["tables"]:
+        assert table["title"] in result.stdout
+        assert all(row["median_ms"] > 0 for row in table["rows"])
+    assert [path.name for path in folder.iterdir()] == ["figures.json"]
+    return [[row["name"] for row in table["rows"]] for table in figures["tables"]]
+
+
+def test_overhead(tmp_path):
+    names = measure(tmp_path, "overhead", "--steps", "3", "--batch-size", "4")
+    assert names == [["plain PyTorch, DDP", "Lightning, ddp", "ring"]]
+
+
+def test_steps(tmp_path):
+    (names,) = measure(tmp_path, "steps", "--models", "mlp", "--steps", "2", "--batch-size", "2")
+    assert names[0] == "Lightning, ddp"
+    assert names[-1] == "no synchronisation"
+    assert {*available_algorithms(), "ring, overlap", "ring, process group"} < set(names)
+
+
+def test_collectives(tmp_path):
+    names = measure(tmp_path, "collectives", "--sizes", "4", "4096")
+    assert len(names) == 2
+    assert {"gloo's all_reduce", "floor: one memory copy", "ring, shared memory", "ring, process group"} <= set(
+        names[0]
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -96,6 +98,30 @@ def test_with_one_import_and_one_flag(tmp_path):
 def test_with_lightning_cli_and_a_yaml_file(tmp_path, config):
     (tmp_path / "flags.yaml").write_text(config)
     check_trained(run(tmp_path, CLI, "fit", "--config", "flags.yaml"))
+
+
+def test_on_two_machines(tmp_path):
+    """Two launches, as on two machines; both are this one."""
+    source = PLAIN.replace("devices=2", "devices=1, num_nodes=2")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    (tmp_path / "project.py").write_text(source)
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "project.py"],
+            cwd=tmp_path,
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    losses = [re.findall(r"rank (\d) of 2: (\d\.\d{4})", output) for output, _ in outputs]
+    assert [rank for ((rank, _),) in losses] == ["0", "1"]
+    assert losses[0][0][1] == losses[1][0][1]
 
 
 def test_lightning_cli_names_a_wrong_option(tmp_path):

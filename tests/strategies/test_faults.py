@@ -41,16 +41,18 @@ def fail(gradient):
     raise RuntimeError("rank 1's own error")
 
 
-def train(how, world_size, overlap):
-    trainer = Trainer(**QUIET, strategy=RingStrategy(overlap=overlap), devices=world_size, max_epochs=1)
+def train(how, world_size, overlap, transport):
+    strategy = RingStrategy(overlap=overlap, transport=transport)
+    trainer = Trainer(**QUIET, strategy=strategy, devices=world_size, max_epochs=1)
     trainer.fit(Fails(how), DataLoader(dataset(), batch_size=12))
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("how", ["raise", "backward", "kill"])
-def test_one_failing_rank_ends_all(how, overlap):
+def test_one_failing_rank_ends_all(how, overlap, transport):
     start = time.monotonic()
-    results = run_ranks(train, 3, how, 3, overlap, may_fail=(0, 1, 2))
+    results = run_ranks(train, 3, how, 3, overlap, transport, may_fail=(0, 1, 2))
     assert time.monotonic() - start < 60
     assert all(isinstance(result, RankFailure) for result in results)
     if how == "kill":

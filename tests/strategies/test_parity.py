@@ -61,9 +61,15 @@ def test_more_ranks_agree_with_ddp_and_with_one_device(world_size, scenario):
                 torch.testing.assert_close(messages[rank][strategy][key], value, rtol=1e-10, atol=1e-12)
 
 
+def test_one_rank_is_one_device():
+    (many,) = run_ranks(fit, 1, "ring", 1)
+    assert_equal(many, fit("single", 1))
+
+
 def fit_with_options(world_size):
     options = [
         RingStrategy(overlap=True, bucket_cap_mb=0.001),
+        RingStrategy(overlap=True, bucket_cap_mb=0.001, transport="process_group"),
         RingStrategy(overlap=False, bucket_cap_mb=0.001),
         TreeStrategy(static_graph=True),
     ]

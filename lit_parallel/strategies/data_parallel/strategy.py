@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,7 +220,12 @@ class _RunBackward(torch.autograd.Function):
 
 
 def _bind_step(module: Module, method: str, shard: Shard, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: getattr(module, method)(*shard.arguments, **kwargs)
+    def run() -> Any:
+        # Each thread's current GPU is its shard's, for tensors that the step makes.
+        with torch.cuda.device(shard.device) if shard.device.type == "cuda" else nullcontext():
+            return getattr(module, method)(*shard.arguments, **kwargs)
+
+    return run
 
 
 def _bind_backward(loss: Tensor, gradient: Tensor) -> Callable[[], Any]:
