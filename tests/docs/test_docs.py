@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lit_parallel.data.idx import FILES, read_split
 from lit_parallel.schedules import available_algorithms
 
 ROOT = Path(__file__).parents[2]
@@ -54,12 +56,24 @@ def test_yaml_blocks_are_valid(block):
     assert yaml.safe_load(block)
 
 
+@pytest.fixture(scope="module")
+def few_images(tmp_path_factory):
+    """A part of the small set, for commands that need no more than any images."""
+    folder = tmp_path_factory.mktemp("images")
+    for split, count in (("train", 300), ("test", 100)):
+        images, labels = read_split(ROOT / "recipes" / "data", split)
+        for name, values in zip(FILES[split], (images[:count, 0], labels[:count].byte()), strict=True):
+            header = struct.pack(f">4B{values.dim()}I", 0, 0, 8, values.dim(), *values.shape)
+            (folder / name).write_bytes(header + values.numpy().tobytes())
+    return folder
+
+
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "recipes/" in command])
-def test_recipe_commands_run(tmp_path, command):
+def test_recipe_commands_run(tmp_path, few_images, command):
     python, recipe, *flags = shlex.split(command)
     assert python == "python"
     if "--help" not in flags:
-        flags += ["--data-dir", str(ROOT / "recipes" / "data"), "--epochs", "1"]
+        flags += ["--data-dir", str(few_images), "--epochs", "1"]
         flags += QUICK.split() if "fashion_mnist" in recipe else []
     result = run([sys.executable, str(ROOT / recipe), *flags], tmp_path)
     assert result.returncode == 0, result.stderr
