@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lit_parallel.schedules import available_algorithms, get_algorithm, ring
 from lit_parallel.testing import RankFailure, example, run_ranks
 from lit_parallel.transports import NoRoomError, OtherHostError, SharedMemoryTransport, TransportError, links
+from tests.conformance.losing_a_peer import run_until_lost
 
 
 def move_in_place():
@@ -56,7 +57,7 @@ def free_and_map():
 
 def test_freed_tensors_are_unmapped():
     for descriptors, plans in run_ranks(free_and_map, 2):
-        assert descriptors[-1] <= descriptors[0] + 2  # of 30 tensors
+        assert max(descriptors[15:]) <= max(descriptors[5:15])  # not one more, of 30 tensors
         assert max(plans) == 1
 
 
@@ -105,13 +106,9 @@ def kill_one():
             time.sleep(8)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(TransportError) as caught:
-        while True:
-            transport.run(ring(3), tensor)
-    waited = time.monotonic() - start
+    lost = run_until_lost(transport, tensor)
     transport.close()
-    return waited, str(caught.value)
+    return lost
 
 
 def test_a_killed_rank_is_named_by_all_others_at_once():

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +7,7 @@ import torch.distributed as dist
 from lit_parallel.schedules import Schedule, available_algorithms, get_algorithm, pipelined, ring
 from lit_parallel.testing import DTYPES, WORLD_SIZES, RanksError, check_transport, example, lengths, run_ranks
 from lit_parallel.transports import InMemoryTransport, ProcessGroupTransport, SharedMemoryTransport, TransportError
+from tests.conformance.losing_a_peer import run_until_lost
 
 
 def broken_ring(world_size: int) -> Schedule:
@@ -133,14 +132,10 @@ def lose_a_peer():
         transport.close()
         dist.barrier()
         return 0.0, ""
-    start = time.monotonic()
-    with pytest.raises(TransportError) as caught:
-        while True:
-            transport.run(ring(3), tensor)
-    waited = time.monotonic() - start
+    lost = run_until_lost(transport, tensor)
     transport.close()
     dist.barrier()
-    return waited, str(caught.value)
+    return lost
 
 
 def test_closing_ends_waiting_peers_at_once_and_names_the_rank():
