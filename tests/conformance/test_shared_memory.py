@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,25 @@ def test_freed_tensors_are_unmapped():
     for descriptors, plans in run_ranks(free_and_map, 2):
         assert max(descriptors[15:]) <= max(descriptors[5:15])  # not one more, of 30 tensors
         assert max(plans) == 1
+
+
+def add_infinities():
+    """Mixed precision provokes infinite gradients to find its scale: they are summed without a warning."""
+    transport = SharedMemoryTransport()
+    tensor = torch.tensor([1.0, torch.inf, 3e38, torch.nan])
+    if dist.get_rank():
+        tensor[1] = -torch.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        transport.run(ring(2), tensor, scale=0.5)
+    transport.close()
+    return tensor
+
+
+def test_infinities_are_summed_as_torch_does():
+    for tensor in run_ranks(add_infinities, 2):
+        expected = torch.tensor([1.0, torch.nan, torch.inf, torch.nan])
+        torch.testing.assert_close(tensor, expected, equal_nan=True)
 
 
 def soak(steps):

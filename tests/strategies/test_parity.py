@@ -11,61 +11,61 @@ from lit_parallel.strategies.synchronous import AlgorithmStrategy
 from lit_parallel.testing import run_ranks
 from tests.strategies.fits import SCENARIOS, fit
 
+TRANSPORTS = ["process_group", "shared_memory"]
 
-def fit_all(strategies, world_size, scenario, options, transport="auto"):
+
+def fit_all(world_size, scenario, options, transports=TRANSPORTS):
+    """Weights by ddp, and by each algorithm on each transport."""
     unused = {"find_unused_parameters": True} if SCENARIOS[scenario][2] else {}
-    return {
-        name: fit(
-            name if name == "ddp" else AlgorithmStrategy(name, transport=transport, **unused),
-            world_size,
-            scenario,
-            **options,
-        )
-        for name in strategies
-    }
+    results = {"ddp": fit("ddp", world_size, scenario, **options)}
+    for transport in transports:
+        for name in available_algorithms():
+            strategy = AlgorithmStrategy(name, transport=transport, **unused)
+            results[f"{name}, {transport}"] = fit(strategy, world_size, scenario, **options)
+    return results
 
 
-def assert_equal(one, other):
+def fit_scenarios(world_size, scenarios, options, transports=TRANSPORTS):
+    """Many fits in the same processes: starting them costs more than the fits."""
+    return {scenario: fit_all(world_size, scenario, options, transports) for scenario in scenarios}
+
+
+def assert_equal(one, other, what=""):
     assert one.keys() == other.keys()
     for key in one:
-        assert torch.equal(one[key], other[key]), key
+        assert torch.equal(one[key], other[key]), f"{what}: {key}"
 
 
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_ranks_give_the_bits_of_ddp(scenario, transport):
-    strategies = ["ddp", *available_algorithms()]
-    for results in run_ranks(fit_all, 2, strategies, 2, scenario, {}, transport):
-        for strategy in strategies[1:]:
-            assert_equal(results[strategy], results["ddp"])
+def test_two_ranks_give_the_bits_of_ddp():
+    for results in run_ranks(fit_scenarios, 2, 2, list(SCENARIOS), {}, timeout=280):
+        for scenario, by_strategy in results.items():
+            for strategy, weights in by_strategy.items():
+                assert_equal(weights, by_strategy["ddp"], f"{scenario}: {strategy}")
 
 
-@pytest.mark.parametrize("scenario", ["plain", "accumulation", "clipping", "manual", "unused"])
+@pytest.mark.parametrize(
+    ("world_size", "transports"), [(3, TRANSPORTS), (4, TRANSPORTS), (8, ["shared_memory"])], ids=["3", "4", "8"]
+)
+def test_more_ranks_agree_with_ddp_and_with_one_device(world_size, transports):
+    scenarios, double = ["plain", "accumulation", "clipping", "manual", "unused"], {"precision": "64-true"}
+    by_rank = run_ranks(fit_scenarios, world_size, world_size, scenarios, double, transports, timeout=280)
+    for scenario in scenarios:
+        one_device = fit("single", 1, scenario, **double)
+        first = by_rank[0][scenario]
+        for strategy in first:
+            for results in by_rank:
+                assert_equal(results[scenario][strategy], first[strategy], f"{scenario}: {strategy}")
+            for reference in (first["ddp"], one_device):
+                for key, value in first[strategy].items():
+                    torch.testing.assert_close(value, reference[key], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_more_ranks_agree_with_ddp_and_with_one_device(world_size, scenario):
-    strategies = ["ddp", *available_algorithms()]
-    double = {"precision": "64-true"}
-    first = run_ranks(fit_all, world_size, strategies, world_size, scenario, double)
-    messages = run_ranks(fit_all, world_size, strategies[1:], world_size, scenario, double, "process_group")
-    one_device = fit("single", 1, scenario, **double)
-    for rank in range(world_size):
-        for strategy in strategies:
-            assert_equal(first[rank][strategy], first[0][strategy])
-            for key, value in first[rank][strategy].items():
-                torch.testing.assert_close(value, first[rank]["ddp"][key], rtol=1e-10, atol=1e-12)
-                torch.testing.assert_close(value, one_device[key], rtol=1e-10, atol=1e-12)
-        for strategy in strategies[1:]:
-            for key, value in first[rank][strategy].items():
-                torch.testing.assert_close(messages[rank][strategy][key], value, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_every_run_gives_the_same_bits(world_size, transport):
-    arguments = (fit_all, world_size, available_algorithms(), world_size, "plain", {}, transport)
+def test_every_run_gives_the_same_bits(world_size):
+    arguments = (fit_all, world_size, world_size, "plain", {})
     for first, again in zip(run_ranks(*arguments), run_ranks(*arguments), strict=True):
-        for name in available_algorithms():
-            assert_equal(first[name], again[name])
+        for strategy in first:
+            assert_equal(first[strategy], again[strategy], strategy)
 
 
 def test_one_rank_is_one_device():
