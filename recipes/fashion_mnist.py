@@ -84,6 +84,7 @@ def make_parser() -> ArgumentParser:
         help="epochs in which the learning rate climbs; unless given, 1 with --linear-scaling and else 0",
     )
     add("--accumulate-grad-batches", type=PositiveInt, default=1, help="batches per optimizer step")
+    add("--channels-last", action="store_true", help="channels innermost; with bf16-mixed the fastest on most CPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--data-dir", type=Path | None, help="folder with Fashion-MNIST; unless given, it is searched, then downloaded")
     add("--limit-train-batches", type=PositiveInt | None, help="batches per epoch, for a quick try")
@@ -114,6 +115,7 @@ def train(flags: Namespace) -> None:
         lr=float(flags.lr),  # plain numbers: checkpoints hold them, and load without this program's types
         lr_scale=scale,
         warmup_epochs=float(warmup_epochs),
+        channels_last=flags.channels_last,
         compile=flags.compile,
     )
 

@@ -1,6 +1,7 @@
 """Benchmarks that anyone can rerun: `python -m lit_parallel.benchmark --help`."""
 
 from lit_parallel.benchmark.collectives import time_collectives
-from lit_parallel.benchmark.training import time_steps
+from lit_parallel.benchmark.epoch import time_epochs
+from lit_parallel.benchmark.training import measure_memory, time_steps
 
-__all__ = ["time_collectives", "time_steps"]
+__all__ = ["measure_memory", "time_collectives", "time_epochs", "time_steps"]

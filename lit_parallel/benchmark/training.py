@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +60,11 @@ def steps_contenders() -> list[str]:
     return [DDP, *available_algorithms(), *RING_VARIANTS, NO_SYNCHRONISATION]
 
 
+def memory_contenders() -> list[str]:
+    """Lightning's ddp, every algorithm, and no synchronisation at all."""
+    return [DDP, *available_algorithms(), NO_SYNCHRONISATION]
+
+
 def time_steps(
     contenders: Sequence[str], model: str, batch_size: int, world_size: int, *, steps: int, rounds: int
 ) -> dict[str, list[float]]:
@@ -97,6 +104,43 @@ def _time_steps(
                 (_plain(module, batches) if name == PLAIN else _lightning(module, batches, name)) / steps
             )
     return seconds
+
+
+def measure_memory(
+    contenders: Sequence[str], model: str, batch_size: int, world_size: int, *, steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """The most memory that a rank holds during training, in MB, on the rank that holds most.
+
+    Memory that ranks share counts in equal parts (PSS). Each training has processes of its own. Arguments as for
+    `time_steps`.
+    """
+    return {
+        name: [
+            max(run_ranks(_peak_memory, world_size, name, model, batch_size, steps, timeout=3600))
+            for _ in range(rounds)
+        ]
+        for name in contenders
+    }
+
+
+def _peak_memory(name: str, model: str, batch_size: int, steps: int) -> float:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    peak, done = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            peak = max(peak, next(float(line.split()[1]) for line in lines if line.startswith("Pss:")))
+
+    module = LitClassifier("lenet")
+    module.net = MODELS[model]()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    _lightning(module, _batches(batch_size, steps + _WARM_UP_STEPS), name)
+    done.set()
+    watcher.join()
+    return peak * 1024 / 1e6
 
 
 def _batches(batch_size: int, num_batches: int) -> BatchLoader:

@@ -37,6 +37,9 @@ class FashionMNISTDataModule(LightningDataModule):
         cache_dir: Where torchvision's data sets are kept; by default `~/.cache/lit_parallel`.
         fallback_dir: A folder with a smaller set, used as the last resort.
         seed: Of the order of the training images.
+
+    Attributes:
+        folder: Where the files were found; None before `setup`.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class FashionMNISTDataModule(LightningDataModule):
         self._data_dir = None if data_dir is None else Path(data_dir)
         self._cache_dir = Path("~/.cache/lit_parallel").expanduser() if cache_dir is None else Path(cache_dir)
         self._fallback_dir = None if fallback_dir is None else Path(fallback_dir)
+        self.folder: Path | None = None
         self._splits: dict[str, tuple[Tensor, Tensor]] = {}
         if self._data_dir is not None and self._find_in(self._data_dir) is None:
             raise ValueError(
@@ -76,11 +80,9 @@ class FashionMNISTDataModule(LightningDataModule):
         """Reads the images into memory, once."""
         if self._splits:
             return
-        folder = self._find()
-        if folder is None:
-            # prepare_data failed to download, and there is a fallback.
-            assert self._fallback_dir is not None
-            folder = self._fallback_dir
+        # Without either, prepare_data has failed.
+        self.folder = folder = self._find() or self._fallback_dir
+        assert folder is not None
         self._splits = {split: read_split(folder, split) for split in ("train", "test")}
         num_train, num_test = (len(self._splits[split][1]) for split in ("train", "test"))
         if folder == self._fallback_dir:

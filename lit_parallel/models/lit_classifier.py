@@ -32,6 +32,7 @@ class LitClassifier(LightningModule):
             al. do it, else from zero. It then falls to zero along a cosine by the end of training.
         momentum: Of SGD.
         num_classes: Number of labels.
+        channels_last: Keep the network's tensors with the channels innermost, which convolutions in bfloat16 like best.
         compile: Compile the network with `torch.compile`.
     """
 
@@ -44,6 +45,7 @@ class LitClassifier(LightningModule):
         warmup_epochs: float = 0,
         momentum: float = 0.9,
         num_classes: int = 10,
+        channels_last: bool = False,
         compile: bool = False,
     ) -> None:
         super().__init__()
@@ -51,6 +53,8 @@ class LitClassifier(LightningModule):
             raise ValueError(f"Unknown model {model!r}; choose one of {', '.join(get_args(ModelName))}.")
         self.save_hyperparameters()
         self.net: nn.Module = {"lenet": lenet, "resnet18": resnet18}[model](num_classes=num_classes)
+        if channels_last:
+            self.net.to(memory_format=torch.channels_last)  # the images, of one channel, are so either way
         if compile:
             self.net.compile()  # in place, so that checkpoints keep the names of the parameters
         self.lr, self.lr_scale, self.warmup_epochs, self.momentum = lr, lr_scale, warmup_epochs, momentum

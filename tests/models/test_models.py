@@ -98,6 +98,18 @@ def test_metrics_equal_the_models_own_predictions():
     assert metrics["test_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+def test_channels_last_changes_the_layout_and_nothing_else(model):
+    torch.manual_seed(0)
+    plain = LitClassifier(model).eval()
+    other = LitClassifier(model, channels_last=True).eval()
+    other.load_state_dict(plain.state_dict())
+    weights = [weight for weight in other.parameters() if weight.dim() == 4]
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    inputs = torch.randn(2, 1, 28, 28)
+    torch.testing.assert_close(other(inputs), plain(inputs))
+
+
 def test_an_unknown_model_is_refused():
     with pytest.raises(ValueError, match="Unknown model 'alexnet'; choose one of lenet, resnet18"):
         LitClassifier("alexnet")

@@ -79,10 +79,11 @@ def test_flags_from_a_file_and_linear_scaling(tmp_path):
     assert saved["hyper_parameters"]["warmup_epochs"] == 1
 
 
-def test_accumulation_and_precision(tmp_path):
+def test_accumulation_and_the_fastest_flags(tmp_path):
     train(
         tmp_path,
-        *("--accumulate-grad-batches", 2, "--precision", "bf16-mixed", "--epochs", 1, "--limit-train-batches", 30),
+        *("--accumulate-grad-batches", 2, "--precision", "bf16-mixed", "--channels-last"),
+        *("--epochs", 1, "--limit-train-batches", 30),
     )
     saved = torch.load(tmp_path / "output" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 15
