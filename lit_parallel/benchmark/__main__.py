@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lit_parallel.benchmark import report
 from lit_parallel.benchmark.collectives import GLOO, SIZES, time_collectives
 from lit_parallel.benchmark.epoch import TUTORIAL, time_epochs
-from lit_parallel.benchmark.peers import mpi_rank
+from lit_parallel.benchmark.peers import mpi_place
 from lit_parallel.benchmark.training import (
     BATCH_SIZES,
     DDP,
@@ -51,7 +53,7 @@ def main() -> None:
         help=f"images per rank (default: by model); of all ranks in epoch ({_EPOCH_BATCH_SIZE})",
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of a collective's tensor")
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2; mpiexec's)")
     parser.add_argument("--steps", type=int, help="steps per round (default: 100; the whole set in epoch)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds (default: 7)")
     parser.add_argument("--data-dir", type=Path, help="folder with Fashion-MNIST (default: searched, then downloaded)")
@@ -61,12 +63,16 @@ def main() -> None:
         parser.error("--batch-size, --ranks, --steps and --rounds must be at least 1, and --sizes at least 4")
     if flags.benchmark == "epoch" and "mlp" in flags.models:
         parser.error("epoch trains the recipe's models: --models lenet resnet18")
-    if mpi_rank() is not None and flags.benchmark != "collectives":
-        parser.error("only collectives runs under mpiexec")
+    place, command = mpi_place(), ["python", "-m", "lit_parallel.benchmark", *sys.argv[1:]]
+    if place is not None:
+        if flags.benchmark != "collectives":
+            parser.error("only collectives runs under mpiexec")
+        flags.ranks = place[1]
+        command = ["mpiexec", "-n", str(flags.ranks), *command]
     if flags.json is not None and not (matplotlib := RequirementCache("matplotlib")):
         parser.error(f"--json draws with matplotlib: pip install 'lit_parallel[recipes]'. {matplotlib}")
 
-    is_first = not mpi_rank()
+    is_first = place is None or place[0] == 0
     if is_first:
         print(report.describe(report.machine()))
     tables = []
@@ -75,7 +81,7 @@ def main() -> None:
         if is_first:
             print(f"\n{report.markdown(table)}", flush=True)
     if flags.json is not None and is_first:
-        report.write(flags.json, flags.rounds, tables)
+        report.write(flags.json, shlex.join(command), flags.rounds, tables)
 
 
 def _measure(flags: argparse.Namespace) -> Iterator[report.Table]:

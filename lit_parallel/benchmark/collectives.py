@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lit_parallel.benchmark.peers import call_under_mpi, installed_peers, mpi_rank
+from lit_parallel.benchmark.peers import call_under_mpi, installed_peers, mpi_place
 from lit_parallel.schedules import available_algorithms, get_algorithm
 from lit_parallel.testing import run_ranks
 from lit_parallel.transports import ProcessGroupTransport, SharedMemoryTransport, Transport
@@ -36,7 +36,7 @@ def time_collectives(world_size: int, sizes: Sequence[int], rounds: int) -> dict
         tensor in memory, by all ranks at once.
     """
     results: list[dict[int, Seconds]]
-    if mpi_rank() is None:
+    if mpi_place() is None:
         results = run_ranks(_time, world_size, sizes, rounds, timeout=3600)
     else:
         results = [call_under_mpi(_time, sizes, rounds)]

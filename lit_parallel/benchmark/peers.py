@@ -18,10 +18,12 @@ _DEEPSPEED = RequirementCache("deepspeed")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (DeepSpeed's)
 
 
-def mpi_rank() -> int | None:
-    """This process's rank if mpiexec (of MPICH or Open MPI) started it, else None."""
-    rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-    return None if rank is None else int(rank)
+def mpi_place() -> tuple[int, int] | None:
+    """This process's rank and their number if mpiexec (of MPICH or Open MPI) started it, else None."""
+    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return None
 
 
 def call_under_mpi(function: Callable[..., Any], *args: Any) -> Any:
@@ -44,7 +46,7 @@ def call_under_mpi(function: Callable[..., Any], *args: Any) -> Any:
 def installed_peers() -> dict[str, AllReduce]:
     """In-place sums over the ranks of the default process group, by name."""
     peers: dict[str, AllReduce] = {}
-    if mpi_rank() is not None:
+    if mpi_place() is not None:
         from mpi4py import MPI  # noqa: PLC0415
 
         library = MPI.Get_library_version().replace(":", " ").split()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -108,10 +106,9 @@ def draw(path: Path, tables: Sequence[Table]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def write(path: Path, rounds: int, tables: Sequence[Table]) -> None:
+def write(path: Path, command: str, rounds: int, tables: Sequence[Table]) -> None:
     """Writes a benchmark's figures as JSON, with the machine and the command that repeats them, and a picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", "lit_parallel.benchmark", *sys.argv[1:]])
     content = {"command": command, "machine": machine(), "rounds": rounds, "tables": tables}
     path.write_text(json.dumps(content, indent=2) + "\n")
     draw(path.with_suffix(".png"), tables)
