@@ -1,13 +1,13 @@
 """Lightning strategies: the thin layer between the Trainer and the transports."""
 
 from lit_parallel.strategies.data_parallel import DataParallelStrategy
+from lit_parallel.strategies.parameter_server import ParameterServerStrategy
 from lit_parallel.strategies.registration import register, register_algorithm
 from lit_parallel.strategies.single import SingleStrategy
 from lit_parallel.strategies.synchronous import (
     AllReduceStrategy,
     DoubleRingStrategy,
     HalvingDoublingStrategy,
-    ParameterServerStrategy,
     RingStrategy,
     SynchronousStrategy,
     TreeStrategy,

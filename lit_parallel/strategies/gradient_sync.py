@@ -67,3 +67,18 @@ class GradientSync:
         except Exception as error:
             # Handed to backward, which raises it in the main thread.
             future.set_exception(error)  # type: ignore[arg-type]
+
+
+def make_local_hook(take: Callable[[Tensor], None]) -> GradientHook:
+    """A hook that gives each bucket's gradients to a function and leaves them as they are."""
+
+    def take_gradients(state: object, bucket: GradBucket) -> Future[Tensor]:
+        future: Future[Any] = Future()
+        try:
+            take(bucket.buffer())
+            future.set_result(bucket.buffer())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return take_gradients

@@ -8,13 +8,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_parallel.schedules import registry
 from lit_parallel.strategies.data_parallel import DataParallelStrategy
+from lit_parallel.strategies.parameter_server import ParameterServerStrategy
 from lit_parallel.strategies.single import SingleStrategy
 from lit_parallel.strategies.synchronous import (
     AlgorithmStrategy,
     AllReduceStrategy,
     DoubleRingStrategy,
     HalvingDoublingStrategy,
-    ParameterServerStrategy,
     RingStrategy,
     SynchronousStrategy,
     TreeStrategy,

@@ -174,12 +174,6 @@ class HalvingDoublingStrategy(SynchronousStrategy):
     algorithm = "halving_doubling"
 
 
-class ParameterServerStrategy(SynchronousStrategy):
-    """`strategy="ps"`: synchronous parameter server, its shards on the workers (schedule `sharded`)."""
-
-    algorithm = "ps"
-
-
 class AlgorithmStrategy(SynchronousStrategy):
     """Any registered algorithm, by name: what `register_algorithm` gives to the Trainer.
 

@@ -98,11 +98,37 @@ class SharedMemoryTransport(Transport):
         self._check(schedule, tensors)
         (tensor,) = tensors
         with self._running:
-            if self._links is None:
-                raise TransportError(f"Rank {self.rank}: the transport is closed.")
+            links = self._open_links()
             if tensor.numel() and self.world_size > 1:
                 with np.errstate(all="ignore"):  # infinite gradients are no news: mixed precision provokes them
-                    self._run(self._links, self._plan(self._links, schedule, tensor), tensor, scale)
+                    self._run(links, self._plan(links, schedule, tensor), tensor, scale)
+
+    def share(self, tensor: Tensor) -> dict[int, Tensor]:
+        """Moves a 1-D tensor into shared memory in place; all ranks call it with tensors of one shape.
+
+        Returns:
+            The other ranks' tensors, each in its own memory.
+
+        Raises:
+            NoRoomError: A rank has no room for it.
+            TransportError: A peer has ended, or the transport is closed.
+        """
+        with self._running:
+            return self._share(self._open_links(), tensor)
+
+    def barrier(self) -> None:
+        """Blocks until all ranks have called it; what they wrote to shared memory before is seen after it.
+
+        Raises:
+            TransportError: A peer has ended, or the transport is closed.
+        """
+        with self._running:
+            links = self._open_links()
+            for peer in links.peers:
+                links.signal(peer)
+            for peer in links.peers:
+                self._earlier[peer] += 1
+                links.wait(peer, self._earlier[peer])
 
     def close(self) -> None:
         """Hangs up and unmaps; a run in another thread ends with a `TransportError` first."""
@@ -113,6 +139,11 @@ class SharedMemoryTransport(Transport):
                 self._links.close()
             self._links = None
             self._plans.clear()
+
+    def _open_links(self) -> Links:
+        if self._links is None:
+            raise TransportError(f"Rank {self.rank}: the transport is closed.")
+        return self._links
 
     def _run(self, links: Links, plan: _Plan, tensor: Tensor, scale: float) -> None:
         if tensor.itemsize < _FULL_PRECISION_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,8 +90,9 @@ class WithBatchNorm(Plain):
         self.net.insert(1, nn.BatchNorm2d(4))
 
 
-#: name: (module, Trainer options, whether parameters may be unused)
-SCENARIOS: dict[str, tuple[type[Plain], dict[str, Any], bool]] = {
+#: Module, Trainer options, whether parameters may be unused.
+Scenario = tuple[Callable[[], Plain], dict[str, Any], bool]
+SCENARIOS: dict[str, Scenario] = {
     "plain": (Plain, {}, False),
     "accumulation": (Plain, {"accumulate_grad_batches": 2, "max_steps": 20, "max_epochs": 4}, False),
     "clipping": (Plain, {"gradient_clip_val": 0.1}, False),
@@ -107,12 +109,12 @@ def dataset(num_samples: int = 480, dtype: torch.dtype = torch.float32) -> Tenso
     return TensorDataset(images, torch.randint(3, (num_samples,), generator=generator))
 
 
-def fit(strategy: Any, devices: int, scenario: str = "plain", **options: Any) -> dict[str, torch.Tensor]:
+def fit(strategy: Any, devices: int, scenario: str | Scenario = "plain", **options: Any) -> dict[str, torch.Tensor]:
     """Trains 20 optimizer steps on one order of the data and returns weights and buffers.
 
     Each global batch is 24 consecutive samples; rank r of P takes every P-th of them.
     """
-    make_module, scenario_options, unused = SCENARIOS[scenario]
+    make_module, scenario_options, unused = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
     if unused and isinstance(strategy, str) and devices > 1:
         strategy = f"{strategy}_find_unused_parameters_true"
     torch.manual_seed(3)

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lit_parallel import RingStrategy
+from lit_parallel import ParameterServerStrategy, RingStrategy
 from lit_parallel.testing import RankFailure, RanksError, run_ranks
 from tests.strategies.fits import QUIET, Plain, dataset
 
@@ -42,7 +42,10 @@ def fail(gradient):
 
 
 def train(how, world_size, overlap, transport):
-    strategy = RingStrategy(overlap=overlap, transport=transport)
+    if transport == "shared weights":
+        strategy = ParameterServerStrategy(update_on="server")
+    else:
+        strategy = RingStrategy(overlap=overlap, transport=transport)
     trainer = Trainer(**QUIET, strategy=strategy, devices=world_size, max_epochs=1)
     trainer.fit(Fails(how), DataLoader(dataset(), batch_size=12))
 
@@ -54,6 +57,8 @@ def train(how, world_size, overlap, transport):
         ("raise", True, "process_group"),
         ("backward", False, "process_group"),
         ("backward", True, "shared_memory"),
+        ("raise", False, "shared weights"),
+        ("kill", False, "shared weights"),
         ("kill", False, "shared_memory"),
         ("kill", False, "process_group"),
         ("kill", True, "shared_memory"),
