@@ -3,6 +3,7 @@
     python recipes/fashion_mnist.py --strategy ring --devices 2
     python recipes/fashion_mnist.py --strategy single --devices 1
     python recipes/fashion_mnist.py --strategy dp --model resnet18 --precision bf16-mixed
+    python recipes/fashion_mnist.py --strategy ps_ssp --devices 2 --servers 2 --staleness 4
     python recipes/fashion_mnist.py --config my_flags.yaml
 
 --strategy alone swaps between one device, DP, DDP and the package's own algorithms. At the end it prints one line of
@@ -21,21 +22,22 @@ import torch
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-import lit_parallel  # noqa: F401  (registers the strategies)
-from lit_parallel.callbacks import LearningCurve, Throughput
+from lit_parallel import PushPullStrategy
+from lit_parallel.callbacks import LearningCurve, PullStatistics, Throughput
 from lit_parallel.data import FashionMNISTDataModule
 from lit_parallel.models import LitClassifier, ModelName
 from lit_parallel.schedules import available_algorithms
+from lit_parallel.strategies import PUSH_PULL_STALENESS
 
 SMALL_DATA = Path(__file__).parent / "data"
 # A remark of torch's to Lightning, about Lightning's own code.
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
-STRATEGIES = ("single", "dp", "ddp", *available_algorithms())
+STRATEGIES = ("single", "dp", "ddp", *available_algorithms(), *PUSH_PULL_STALENESS)
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -84,6 +86,8 @@ def make_parser() -> ArgumentParser:
         help="epochs in which the learning rate climbs; unless given, 1 with --linear-scaling and else 0",
     )
     add("--accumulate-grad-batches", type=PositiveInt, default=1, help="batches per optimizer step")
+    add("--servers", type=PositiveInt | None, help="server processes of their own, for ps, ps_async and ps_ssp")
+    add("--staleness", type=NonNegativeInt | None, help="batches that a device may be ahead, for ps_ssp (4)")
     add("--channels-last", action="store_true", help="channels innermost; with bf16-mixed the fastest on most CPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--data-dir", type=Path | None, help="folder with Fashion-MNIST; unless given, it is searched, then downloaded")
@@ -92,6 +96,19 @@ def make_parser() -> ArgumentParser:
     add("--output-dir", type=Path, default=Path("output"), help="where results are written")
     add("--ckpt-path", type=Path | None, help="checkpoint to go on from")
     return parser
+
+
+def make_strategy(flags: Namespace) -> str | PushPullStrategy:
+    """What the Trainer takes: a name, or an object where there are flags for it."""
+    name = flags.strategy
+    if flags.servers is not None and name not in ("ps", *PUSH_PULL_STALENESS):
+        raise ValueError(f"--servers {flags.servers} needs a parameter server: --strategy ps, ps_async or ps_ssp.")
+    if flags.staleness is not None and name != "ps_ssp":
+        raise ValueError(f"--staleness {flags.staleness} needs --strategy ps_ssp.")
+    if flags.servers is None and flags.staleness is None:
+        return str(name)
+    staleness = {"ps": 0, **PUSH_PULL_STALENESS}[name] if flags.staleness is None else flags.staleness
+    return PushPullStrategy(staleness=staleness, servers=flags.servers)
 
 
 def train(flags: Namespace) -> None:
@@ -119,11 +136,15 @@ def train(flags: Namespace) -> None:
         compile=flags.compile,
     )
 
+    strategy = make_strategy(flags)
     throughput = Throughput()
     checkpoint = ModelCheckpoint(filename="last")
     curve = LearningCurve(f"{flags.model}, {flags.strategy}, {world_size} device(s)")
+    callbacks: list[Callback] = [throughput, checkpoint, curve]
+    if flags.strategy in PUSH_PULL_STALENESS or isinstance(strategy, PushPullStrategy):
+        callbacks.append(PullStatistics())
     trainer = Trainer(
-        strategy=flags.strategy,
+        strategy=strategy,
         devices=flags.devices,
         num_nodes=flags.num_nodes,
         accelerator=flags.accelerator,
@@ -131,7 +152,7 @@ def train(flags: Namespace) -> None:
         max_epochs=flags.epochs,
         accumulate_grad_batches=flags.accumulate_grad_batches,
         limit_train_batches=flags.limit_train_batches,
-        callbacks=[throughput, checkpoint, curve],
+        callbacks=callbacks,
         logger=CSVLogger(flags.output_dir, name=""),
         log_every_n_steps=min(20, flags.limit_train_batches or 20),
         enable_model_summary=False,

@@ -93,6 +93,10 @@ class FashionMNISTDataModule(LightningDataModule):
         else:
             rank_zero_info(f"Fashion-MNIST from {folder}: {num_train:,} training and {num_test:,} test images.")
 
+    def split(self, name: str) -> tuple[Tensor, Tensor]:
+        """All uint8 images (N, 1, 28, 28) and labels (N,) of "train" or "test"; after `setup`."""
+        return self._splits[name]
+
     def train_dataloader(self) -> BatchLoader:
         """Shuffled training batches."""
         return self._loader("train", shuffle=True)
@@ -110,7 +114,7 @@ class FashionMNISTDataModule(LightningDataModule):
         return self._loader("test", shuffle=False)
 
     def _loader(self, split: str, *, shuffle: bool) -> BatchLoader:
-        images, labels = self._splits[split]
+        images, labels = self.split(split)
         num_ranks, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
         sampler = GlobalBatchSampler(
             len(labels), self.batch_size, num_ranks=num_ranks, rank=rank, shuffle=shuffle, seed=self.seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -9,6 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lit_parallel.schedules import registry
 from lit_parallel.strategies.data_parallel import DataParallelStrategy
 from lit_parallel.strategies.parameter_server import ParameterServerStrategy
+from lit_parallel.strategies.push_pull import PushPullStrategy
 from lit_parallel.strategies.single import SingleStrategy
 from lit_parallel.strategies.synchronous import (
     AlgorithmStrategy,
@@ -31,6 +33,8 @@ _NAMED_STRATEGIES: dict[str, type[SynchronousStrategy]] = {
         ParameterServerStrategy,
     )
 }
+#: Strategies of workers at their own pace, and how many pushes they may be ahead unless told otherwise.
+PUSH_PULL_STALENESS = {"ps_async": math.inf, "ps_ssp": 4}
 #: As Lightning names the variants of "ddp".
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
@@ -60,6 +64,15 @@ def register() -> None:
     StrategyRegistry.register("dp", DataParallelStrategy, description="Data parallelism in one process")
     for name in registry.available_algorithms():
         _register_variants(name)
+    for name, staleness in PUSH_PULL_STALENESS.items():
+        for suffix, start_method in _START_METHODS.items():
+            StrategyRegistry.register(
+                f"{name}{suffix}",
+                PushPullStrategy,
+                description=f"Parameter servers, staleness at most {staleness}; processes by {start_method!r}",
+                start_method=start_method,
+                staleness=staleness,
+            )
 
 
 def _register_variants(name: str) -> None:

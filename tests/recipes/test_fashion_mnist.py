@@ -16,7 +16,7 @@ from lit_parallel.schedules import available_algorithms
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "recipes" / "data"
-STRATEGIES = ("single", "dp", "ddp", *available_algorithms())
+STRATEGIES = ("single", "dp", "ddp", *available_algorithms(), "ps_async", "ps_ssp")
 
 
 def run(folder, *flags, recipe="fashion_mnist.py", warnings="error::UserWarning"):
@@ -55,6 +55,17 @@ def test_every_strategy_is_one_flag(tmp_path, strategy):
     assert float(rows[-1]["test_acc"]) == pytest.approx(accuracy, abs=5e-4)
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 30
+
+
+def test_servers_of_their_own(tmp_path):
+    flags = ("--strategy", "ps_ssp", "--servers", 2, "--staleness", 1, "--epochs", 1, "--limit-train-batches", 30)
+    accuracy, *_ = train(tmp_path, *flags)
+    assert accuracy > 0.3
+    with open(tmp_path / "output" / "version_0" / "metrics.csv") as file:
+        values = {key: float(value) for row in csv.DictReader(file) for key, value in row.items() if value}
+    assert 0 <= values["staleness_mean"] <= values["staleness_max"] <= 1
+    assert values["versions_per_second"] > 0
+    assert values["pull_seconds"] > 0
 
 
 def test_training_learns_and_goes_on_from_a_checkpoint(tmp_path):
@@ -103,6 +114,8 @@ def test_accumulation_and_the_fastest_flags(tmp_path):
         ("--strategy dp --num-nodes 2", "num_nodes=2. Use a strategy with a process per device"),
         ("--output-dir file", "File exists: 'file'"),
         ("--config missing.yaml", "--config: .*missing.yaml"),
+        ("--servers 2", "--servers 2 needs a parameter server: --strategy ps, ps_async or ps_ssp"),
+        ("--strategy ps --staleness 2", "--staleness 2 needs --strategy ps_ssp"),
         ("--steps 3", "unrecognized arguments: --steps 3"),
     ],
 )

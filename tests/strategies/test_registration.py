@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lit_parallel
 from lit_parallel.schedules import ScheduleError, available_algorithms, reduce_to_root, ring
+from lit_parallel.strategies import PUSH_PULL_STALENESS
 from lit_parallel.strategies.synchronous import SynchronousStrategy
 from tests.strategies.fits import QUIET
 
@@ -58,7 +60,16 @@ def test_import_alone_registers_and_leaves_lightnings_own_names():
         "assert all(r[name] == before[name] for name in before); print(len(r) - len(before))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(result.stdout) == 2 + 8 * len(available_algorithms())
+    assert int(result.stdout) == 2 + 8 * len(available_algorithms()) + 4 * len(PUSH_PULL_STALENESS)
+
+
+@pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_notebook"])
+def test_workers_at_their_own_pace_have_names_too(suffix):
+    for name, staleness in (("ps_async", math.inf), ("ps_ssp", 4)):
+        strategy = StrategyRegistry.get(f"{name}{suffix}")
+        assert isinstance(strategy, lit_parallel.PushPullStrategy)
+        assert strategy.staleness == staleness
+        assert strategy._start_method == {"": "popen", "_notebook": "fork"}.get(suffix, suffix[1:])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,284 @@
+"""A server in a thread, and clients that talk to it, well or badly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+
+from lit_parallel.parameter_server.__main__ import main
+from lit_parallel.parameter_server.client import Client
+from lit_parallel.parameter_server.server import Server
+from lit_parallel.parameter_server.wire import CurveKeys, encode
+from lit_parallel.testing import run_ranks
+from lit_parallel.transports import TransportError
+
+
+@contextlib.contextmanager
+def serving(endpoint, keys=None, number=1):
+    servers = [Server(endpoint.replace("N", str(each)), keys) for each in range(number)]
+    threads = [threading.Thread(target=server.run) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield [server.endpoint for server in servers]
+    finally:
+        for server in servers:
+            server.close()
+        for thread in threads:
+            thread.join()
+
+
+@contextlib.contextmanager
+def connected(endpoints, weights, keys=None, worker=0):
+    client = Client(endpoints, worker, weights, keys)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def weights_of(optimizer_class=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    weights = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in [("a", (3, 5)), ("b", (7,))]}
+    optimizer = optimizer_class(weights.values(), lr=0.1, **options)
+    return weights, optimizer, {weight: name for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_push_and_a_pull_are_a_step_of_the_optimizer(tmp_path, number, secure):
+    keys = CurveKeys.generate() if secure else None
+    endpoint = "tcp://127.0.0.1:*" if secure else f"ipc://{tmp_path}/N"
+    weights, optimizer, names = weights_of(torch.optim.AdamW)
+    start = {name: weight.detach().clone() for name, weight in weights.items()}
+    with serving(endpoint, keys, number) as endpoints, connected(endpoints, weights, keys) as client:
+        client.init(1, 0, optimizer, names)
+        pulled = {name: torch.empty_like(weight) for name, weight in start.items()}
+        for version in (1, 2, 3):
+            for weight in weights.values():
+                weight.grad = torch.randn_like(weight)
+            client.push({name: weight.grad for name, weight in weights.items()}, [{"lr": 0.1 / version}])
+            result, present = client.pull(pulled)
+            assert (result.version, result.staleness, present) == (version, 0, {"a", "b"})
+            optimizer.param_groups[0]["lr"] = 0.1 / version
+            optimizer.step()
+            for name, weight in weights.items():
+                assert torch.equal(pulled[name], weight)
+        state = client.optimizer_state()
+        for name, weight in weights.items():
+            for key, value in optimizer.state[weight].items():
+                assert torch.equal(state[name][key], value)
+        sizes = [sum(len(piece) for piece in shard) for shard in client.shards]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def race(folder, steps, staleness):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    weights, optimizer, names = weights_of()
+    found, delays = [], random.Random(rank)
+    with contextlib.ExitStack() as stack:
+        shared = [stack.enter_context(serving(f"ipc://{folder}/N", number=2)) if rank == 0 else None]
+        dist.broadcast_object_list(shared)
+        client = stack.enter_context(connected(shared[0], weights, worker=rank))
+        if rank == 0:
+            client.init(world_size, staleness, optimizer, names)
+        dist.barrier()
+        pulled = {name: weight.detach().clone() for name, weight in weights.items()}
+        ones = {name: torch.ones_like(weight) for name, weight in pulled.items()}
+        for _ in range(steps):
+            if delays.random() < 0.05:
+                threading.Event().wait(delays.random() * 0.01)
+            client.push(ones, [{"lr": 1.0}])
+            found.append(client.pull(pulled)[0])
+        dist.barrier()
+        last, _ = client.pull(pulled)
+        dist.barrier()
+    drop = (weights["b"].detach() - pulled["b"])[0].item()
+    return max(each.staleness for each in found), last.version, drop
+
+
+@pytest.mark.parametrize(("staleness", "steps"), [(3, 2500), (0, 300), (math.inf, 300)])
+def test_staleness_stays_within_the_bound_and_every_push_counts_once(tmp_path, staleness, steps):
+    """With 3, 10,000 steps of four workers with random delays."""
+    for most, version, drop in run_ranks(race, 4, tmp_path, steps, staleness, timeout=240):
+        assert most <= staleness
+        assert most > 0 or staleness == 0  # the bound was put to the test
+        assert version == (steps if staleness == 0 else 4 * steps)
+        assert drop == pytest.approx(steps, rel=1e-3)  # each push a step of lr 1 and 1/4 of its gradient
+
+
+@contextlib.contextmanager
+def raw(endpoint, keys=None):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            socket.curve_serverkey = keys.server_public.encode()
+            socket.curve_publickey, socket.curve_secretkey = keys.worker_public.encode(), keys.worker_secret.encode()
+        socket.connect(endpoint)
+        yield socket
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([b""], "the header is not JSON"),
+        ([b"[1]"], "the header is not a JSON object"),
+        ([b"{" * 100_000], "the header is not JSON"),
+        ([b" " * 2_000_000], "a header of 2000000 bytes"),
+        (encode({"op": "steal"}), "'op' must be one of init, push, pull"),
+        (encode({"op": ["push"]}), "'op' must be one of init, push, pull"),
+        (encode({"op": "pull", "worker": 7}), "there is no worker 7"),
+        (encode({"op": "pull", "worker": "0"}), "'worker' must be a whole number"),
+        (encode({"op": "push", "worker": 0, "clock": 1, "keys": [0, 0]}), "a list of different whole numbers"),
+        (
+            encode({"op": "push", "worker": 0, "clock": 1, "keys": [9]}),
+            "0 frames for the keys .9.; there are keys 0 to 1",
+        ),
+        (
+            encode({"op": "push", "worker": 0, "clock": 1, "keys": [0], "options": [{}]}, [torch.zeros(3)]),
+            "12 bytes where 60 belong",
+        ),
+        (
+            encode({"op": "push", "worker": 0, "clock": 1, "keys": [], "options": 3}),
+            "'options' must be a list of 1 groups",
+        ),
+        (encode({"op": "push", "worker": 0, "clock": 1, "keys": [], "options": [{"lr": "high"}]}), "option lr='high'"),
+        (encode({"op": "push", "worker": 0, "clock": 1, "keys": [], "options": [{"params": []}]}), "option params="),
+        (encode({"op": "load", "state": [{"a": {"frame": 3, "dtype": "float32"}}]}), "IndexError"),
+        (encode({"op": "init", "num_workers": 10**12, "lengths": [], "dtypes": []}), "'num_workers' must be from 1"),
+        (
+            encode(
+                {"op": "init", "num_workers": 1, "staleness": 0, "lengths": [10**15], "dtypes": ["float32"]},
+                [torch.zeros(1)],
+            ),
+            "a frame has 4 bytes for 1000000000000000 elements",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_and_disturbs_nobody(tmp_path, frames, message, caplog):
+    weights, optimizer, names = weights_of()
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    with serving(f"ipc://{tmp_path}/N") as endpoints, connected(endpoints, weights) as client:
+        client.init(2, 0, optimizer, names)
+        with raw(endpoints[0]) as socket:
+            for _ in range(3):
+                socket.send_multipart(frames)
+                assert socket.poll(5000)
+                assert re.search(message, json.loads(socket.recv_multipart()[0])["error"])
+        assert len(caplog.records) == 1  # logged once
+        pulled = {name: torch.empty_like(weight) for name, weight in before.items()}
+        client.pull(pulled)
+        for name, value in before.items():
+            assert torch.equal(pulled[name], value)
+
+
+def test_a_refused_push_ends_the_workers_pull_with_the_reason(tmp_path):
+    weights, optimizer, names = weights_of()
+    with serving(f"ipc://{tmp_path}/N") as endpoints, connected(endpoints, weights, worker=5) as client:
+        client.init(2, 0, optimizer, names)
+        client.push({name: weight.detach() for name, weight in weights.items()}, [{}])
+        with pytest.raises(TransportError, match="Server 0 at ipc.*there is no worker 5"):
+            client.pull({name: weight.detach() for name, weight in weights.items()})
+
+
+def test_whoever_lacks_the_keys_is_not_heard(monkeypatch):
+    monkeypatch.setattr("lit_parallel.parameter_server.client._SILENCE_SECONDS", 1.5)
+    keys = CurveKeys.generate()
+    weights, optimizer, names = weights_of()
+    with serving("tcp://127.0.0.1:*", keys) as endpoints, connected(endpoints, weights, keys) as client:
+        client.init(1, 0, optimizer, names)
+        stranger = CurveKeys.generate()
+        wrong = CurveKeys(keys.server_public, "", stranger.worker_public, stranger.worker_secret)
+        for each in (None, wrong):
+            with raw(endpoints[0], each) as socket:
+                socket.send_multipart(encode({"op": "ping"}))
+                assert not socket.poll(500)
+        with connected(endpoints, weights, wrong) as other, pytest.raises(TransportError, match="or has other keys"):
+            other.pull({name: weight.detach() for name, weight in weights.items()})
+        client.pull({name: weight.detach() for name, weight in weights.items()})
+
+
+def test_noise_neither_ends_nor_swells_a_server(tmp_path):
+    """10,000 damaged messages of one that has the keys, and a million random bytes of one that has not."""
+    import socket as sockets
+
+    keys, noise = CurveKeys.generate(), random.Random(0)
+    weights, optimizer, names = weights_of()
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    with serving("tcp://127.0.0.1:*", keys) as endpoints, connected(endpoints, weights, keys) as client:
+        client.init(2, 0, optimizer, names)
+        host, port = endpoints[0].removeprefix("tcp://").split(":")
+        for _ in range(10):
+            with sockets.create_connection((host, int(port))) as plain, contextlib.suppress(OSError):
+                plain.sendall(noise.randbytes(100_000))
+        header = b'{"op": "push", "worker": 0, "clock": 2, "keys": [0, 1], "options": [{}]}'
+        payload = [bytes(60), bytes(28)]
+        held = []
+        with raw(endpoints[0], keys) as socket:
+            for number in range(10_000):
+                damaged = bytearray(header)
+                for _ in range(noise.randrange(1, 4)):
+                    damaged[noise.randrange(len(damaged))] = noise.randrange(256)
+                frames = [bytes(damaged), *payload[: noise.randrange(3)], *[b"x"] * noise.randrange(2)]
+                socket.send_multipart(frames)
+                while socket.poll(0):
+                    socket.recv_multipart()
+                if number % 1000 == 0:
+                    held.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+            socket.send_multipart(encode({"op": "ping"}))
+            while json.loads(socket.recv_multipart()[0]) != {"op": "ping"}:
+                pass  # until all have been served
+            held.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        assert held[-1] - held[2] < 10_000  # kilobytes
+        pulled = {name: torch.empty_like(weight) for name, weight in before.items()}
+        client.pull(pulled)
+        for name, value in before.items():
+            assert torch.equal(pulled[name], value)
+
+
+def test_a_silent_server_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_parallel.parameter_server.client._SILENCE_SECONDS", 1.5)
+    weights, *_ = weights_of()
+    message = "Worker 0: server 0 at ipc://.*/nobody has not answered"
+    with connected([f"ipc://{tmp_path}/nobody"], weights) as client, pytest.raises(TransportError, match=message):
+        client.pull({name: weight.detach() for name, weight in weights.items()})
+
+
+def test_a_place_where_nobody_can_listen_is_refused():
+    with pytest.raises(ValueError, match="A server cannot listen at ipc:///no/such/folder/1"):
+        Server("ipc:///no/such/folder/1")
+
+
+def test_a_server_by_hand(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "keys.json"
+    monkeypatch.setattr(sys, "argv", ["server", "--make-keys", str(file)])
+    main()
+    assert os.stat(file).st_mode & 0o777 == 0o600
+    monkeypatch.setattr(sys, "argv", ["server", "--bind", "tcp://127.0.0.1:*"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "a server on the network needs --keys" in capsys.readouterr().err
+
+    keys = CurveKeys.from_json(file.read_text())
+    weights, optimizer, names = weights_of()
+    command = [sys.executable, "-m", "lit_parallel.parameter_server", "--bind", "tcp://127.0.0.1:*", "--keys", file]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([*command, "--end-with-input"], **pipes)
+    with connected([server.stdout.readline().strip()], weights, keys) as client:
+        client.init(1, 0, optimizer, names)
+        client.pull({name: weight.detach() for name, weight in weights.items()})
+    server.communicate()
+    assert server.returncode == 0
