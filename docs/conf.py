@@ -59,8 +59,11 @@ def algorithm_summaries() -> str:
 def benchmark_tables(path: Path) -> str:
     """The tables of a benchmark's JSON file, with the machine and the command."""
     figures = json.loads(path.read_text())
+    picture = generated / f"{path.stem}.png"
+    report.draw(picture, figures["tables"])
     tables = "\n\n".join(report.markdown(table) for table in figures["tables"])
-    return f"{tables}\n\nMeasured on {report.describe(figures['machine'])}:\n\n```bash\n{figures['command']}\n```\n"
+    measured = f"Measured on {report.describe(figures['machine'])}:\n\n```bash\n{figures['command']}\n```\n"
+    return f"![The ratios as bars](_generated/{picture.name})\n\n{tables}\n\n{measured}"
 
 
 generated = Path(__file__).parent / "_generated"

@@ -1,4 +1,4 @@
-"""The command line: `python -m lit_parallel.benchmark overhead|steps|memory|collectives|epoch`."""
+"""The command line: `python -m lit_parallel.benchmark --help`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lit_parallel.benchmark import report
 from lit_parallel.benchmark.collectives import GLOO, SIZES, time_collectives
 from lit_parallel.benchmark.epoch import TUTORIAL, time_epochs
+from lit_parallel.benchmark.parameter_server import RAW, time_push_pull
 from lit_parallel.benchmark.peers import mpi_place
 from lit_parallel.benchmark.training import (
     BATCH_SIZES,
@@ -31,6 +32,7 @@ _BENCHMARKS = {
     "steps": "a step with every strategy",
     "memory": "what a rank holds at most with every strategy",
     "collectives": "one all-reduce (under mpiexec also MPI's)",
+    "parameter_server": "a push and a pull, against ZeroMQ, torch RPC and all-reduces",
     "epoch": "an epoch on Fashion-MNIST against a tutorial's loop, with every flag that makes it faster",
 }
 _EPOCH_BATCH_SIZE = 128
@@ -90,6 +92,11 @@ def _measure(flags: argparse.Namespace) -> Iterator[report.Table]:
         for size, seconds in time_collectives(ranks, flags.sizes, rounds).items():
             title = f"All-reduce of {size:,} bytes over {ranks} ranks"
             yield report.compare(title, GLOO, "ms", report.milliseconds(seconds))
+        return
+    if flags.benchmark == "parameter_server":
+        for size in flags.sizes:
+            title = f"Push and pull of {size:,} bytes between one worker and one server"
+            yield report.compare(title, RAW, "ms", report.milliseconds(time_push_pull(size, rounds)))
         return
     for model in flags.models:
         if flags.benchmark == "epoch":

@@ -60,6 +60,11 @@ def test_collectives(tmp_path):
     )
 
 
+def test_parameter_server(tmp_path):
+    (names,) = measure(tmp_path, "parameter_server", "--sizes", "4096", "--rounds", "2")
+    assert {"raw ZeroMQ, there and back", "push and pull by message", "torch RPC, there and back"} < set(names)
+
+
 def test_epoch(tmp_path):
     """Also that the recipe's model can be compiled."""
     flags = ("--steps", "2", "--batch-size", "16", "--rounds", "1", "--data-dir", str(SMALL))
