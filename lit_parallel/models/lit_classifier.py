@@ -54,7 +54,10 @@ class LitClassifier(LightningModule):
         self.save_hyperparameters()
         self.net: nn.Module = {"lenet": lenet, "resnet18": resnet18}[model](num_classes=num_classes)
         if channels_last:
-            self.net.to(memory_format=torch.channels_last)  # the images, of one channel, are so either way
+            # Images of one channel are so either way. Not `net.to`, which leaves kernels of one pixel as they are,
+            # though their gradients will have other strides.
+            for weight in (each for each in self.net.parameters() if each.dim() == 4):
+                weight.data = torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight.data)
         if compile:
             self.net.compile()  # in place, so that checkpoints keep the names of the parameters
         self.lr, self.lr_scale, self.warmup_epochs, self.momentum = lr, lr_scale, warmup_epochs, momentum

@@ -21,7 +21,7 @@ from lit_parallel.parameter_server.wire import CurveKeys, copy_into, decode_head
 from lit_parallel.transports import TransportError
 
 #: A server that answers nothing for so long, not even a ping, is taken for dead.
-_SILENCE_SECONDS = 8.0
+_SILENCE_SECONDS = 5.0
 _PING_SECONDS = 1.0
 
 

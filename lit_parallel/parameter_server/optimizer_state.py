@@ -19,6 +19,11 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) < tensor.numel()
+
+
 def cut_state(state: Mapping[str, State], pieces: Iterable[Piece], like: Mapping[str, Tensor]) -> dict[Piece, State]:
     """The part of each key's state that belongs to each piece.
 

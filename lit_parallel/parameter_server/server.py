@@ -33,7 +33,7 @@ from lit_parallel.parameter_server.wire import (
 log = logging.getLogger(__name__)
 _POLL_MILLISECONDS = 100
 #: A worker whose beats, one a second, stay away for so long is taken for dead.
-_SILENCE_SECONDS = 8.0
+_SILENCE_SECONDS = 5.0
 #: Larger frames end the connection that brings them.
 _MAX_FRAME_BYTES = 1 << 31
 _MAX_WORKERS = 1 << 16

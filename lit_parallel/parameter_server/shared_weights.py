@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lit_parallel.parameter_server.optimizer_state import cut_state, in_memory_order, merge_state
 from lit_parallel.parameter_server.partition import plan_shards
-from lit_parallel.transports import SharedMemoryTransport
+from lit_parallel.transports import NoRoomError, SharedMemoryTransport
 
 #: Optimizers that treat every element by itself, so that a shard can be updated alone.
 ELEMENT_WISE = (
@@ -44,7 +44,7 @@ class SharedWeights:
     Cost per rank and step: a shard of every rank's gradients is read, one is written; two meetings of all ranks.
 
     Args:
-        parameters: By name, the same on all ranks. They are moved into shared memory, with rank 0's values.
+        parameters: By name, the same on all ranks, and dense. They are moved into shared memory, with rank 0's values.
         optimizer: One of `ELEMENT_WISE`, over some of these parameters, without state. Changed in place.
         transport: Between the ranks.
 
@@ -56,7 +56,11 @@ class SharedWeights:
         self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, transport: SharedMemoryTransport
     ) -> None:
         self._transport, self._optimizer, self._parameters = transport, optimizer, dict(parameters)
-        self._move_weights()
+        try:
+            self._move_weights()
+        except NoRoomError:
+            self.close()
+            raise
         names = {parameter: name for name, parameter in self._parameters.items()}
         self._groups = [[names[each] for each in group["params"]] for group in optimizer.param_groups]
         updated = {name: self._parameters[name] for group in self._groups for name in group}
@@ -68,16 +72,13 @@ class SharedWeights:
         for group, keys in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [tensor for piece, tensor in self._pieces.items() if piece.key in keys]
         self._buckets: dict[int, list[Tensor]] = {}  # by address: that bucket of this rank, then of the others
-        self._seen: set[int] = set()  # in this step
+        self._is_first_step = True
 
     def add_bucket(self, bucket: Tensor) -> None:
         """Takes notice of gradients once they are computed; all ranks call it with the same buckets, in order."""
         if bucket.data_ptr() not in self._buckets:
-            # DistributedDataParallel makes new buckets after the first step: the others are of no use any more.
-            self._buckets = {address: each for address, each in self._buckets.items() if address in self._seen}
             theirs = self._transport.share(bucket)
             self._buckets[bucket.data_ptr()] = [bucket, *theirs.values()]
-        self._seen.add(bucket.data_ptr())
 
     def average_gradients(self) -> None:
         """Gives this rank's pieces the mean of all ranks' gradients, once all ranks have theirs."""
@@ -95,7 +96,10 @@ class SharedWeights:
 
     def finish_step(self) -> None:
         """Forgets the gradients, and blocks until all ranks have updated their shards."""
-        self._seen.clear()
+        if self._is_first_step:
+            # DistributedDataParallel makes new buckets before the second step, and these must not outlive it.
+            self._buckets.clear()
+            self._is_first_step = False
         for tensor in (*self._parameters.values(), *self._pieces.values()):
             tensor.grad = None
         self._transport.barrier()

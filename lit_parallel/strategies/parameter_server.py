@@ -15,11 +15,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_parallel.parameter_server import ELEMENT_WISE, SharedWeights
+from lit_parallel.parameter_server.optimizer_state import is_dense
 from lit_parallel.strategies.gradient_sync import make_local_hook
 from lit_parallel.strategies.synchronous import SynchronousStrategy
 from lit_parallel.transports import NoRoomError, SharedMemoryTransport, Transport
 
 UpdateOn = Literal["auto", "server", "worker"]
+
+
+def why_not_served(module: nn.Module, optimizer: Optimizer) -> str:
+    """Why an optimizer cannot be run in parts, each on its part of the parameters, or ""."""
+    if type(optimizer) not in ELEMENT_WISE:
+        names = ", ".join(each.__name__ for each in ELEMENT_WISE)
+        return f"{type(optimizer).__name__} is not known to be element-wise, as {names} of torch are"
+    parameters = set(module.parameters())
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter not in parameters:
+            return f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
+        if not is_dense(parameter):
+            return f"the elements of a parameter of shape {tuple(parameter.shape)} do not lie side by side in memory"
+    return ""
 
 
 class ParameterServerStrategy(SynchronousStrategy):
@@ -58,9 +73,8 @@ class ParameterServerStrategy(SynchronousStrategy):
         reason = self._why_not_on_server(transport)
         if not reason and self.update_on != "worker":
             assert isinstance(transport, SharedMemoryTransport)
-            parameters = {name: each for name, each in self._module.named_parameters() if each.requires_grad}
             try:
-                self._weights = SharedWeights(parameters, self.optimizers[0], transport)
+                self._weights = SharedWeights(dict(self._module.named_parameters()), self.optimizers[0], transport)
             except NoRoomError as error:
                 reason = str(error)
         if self._weights is not None:
@@ -145,9 +159,8 @@ class ParameterServerStrategy(SynchronousStrategy):
             return "the module optimizes manually, so its optimizers must hold whole parameters"
         if len(self.optimizers) != 1:
             return f"there are {len(self.optimizers)} optimizers, and servers run one"
-        if type(self.optimizers[0]) not in ELEMENT_WISE:
-            names = ", ".join(each.__name__ for each in ELEMENT_WISE)
-            return f"{type(self.optimizers[0]).__name__} is not known to be element-wise, as {names} of torch are"
+        if problem := why_not_served(self._module, self.optimizers[0]):
+            return problem
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             return "loss scaling must see all gradients before a step"
         return ""

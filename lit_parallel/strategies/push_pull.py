@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_parallel.parameter_server import ELEMENT_WISE
 from lit_parallel.parameter_server.client import Client, Pulled, plain_options
 from lit_parallel.parameter_server.optimizer_state import State
 from lit_parallel.parameter_server.server import Server
 from lit_parallel.parameter_server.store import check_staleness
 from lit_parallel.parameter_server.wire import CurveKeys
+from lit_parallel.strategies.parameter_server import why_not_served
 
 Place = Literal["server", "worker"]
 _NUM_KEPT_PULLS = 10_000
@@ -90,17 +90,19 @@ class PushPullStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         self._check_optimizers()
         self._names = {parameter: name for name, parameter in self._module.named_parameters()}
-        (optimizer,) = self.optimizers
         self._hosted = _HostedServers(self.servers, on_one_host=self.num_nodes == 1)
         self._client = Client(self._hosted.endpoints, dist.get_rank(), self._served(), self._hosted.keys)
         self.pulls.clear()
-        if self.is_global_zero:
-            served = optimizer if self.update_on == "server" else None
-            self._client.init(dist.get_world_size(), self.staleness, served, self._names)
-        dist.barrier()
+        self._give_weights()
         if self.staleness > 0:
             # Lightning's loop broadcasts in every batch, which would keep all ranks at one pace.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: _end_on_own_signal(trainer)  # type: ignore[method-assign]
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._client is not None:
+            self._give_weights()
 
     @override
     def optimizer_step(
@@ -174,6 +176,17 @@ class PushPullStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    def _give_weights(self) -> None:
+        """Lets the servers begin with the first rank's weights; all ranks call it."""
+        assert self._client is not None
+        dist.barrier()  # nobody has a push on its way
+        if self.is_global_zero:
+            served = self.optimizers[0] if self.update_on == "server" else None
+            self._client.init(dist.get_world_size(), self.staleness, served, self._names)
+        dist.barrier()
+        self._client.enter()
+        dist.barrier()
+
     def _exchange(self, optimizer: Optimizer) -> None:
         """Pushes gradients and pulls weights, or mean gradients."""
         assert self._client is not None
@@ -216,12 +229,9 @@ class PushPullStrategy(DDPStrategy):
             raise ValueError(f"{name} needs automatic optimization; strategy='ring' and others do manual optimization.")
         if len(self.optimizers) != 1:
             raise ValueError(f"{name} serves one optimizer, and there are {len(self.optimizers)}; use strategy='ring'.")
-        if self.update_on == "server" and type(self.optimizers[0]) not in ELEMENT_WISE:
-            names = ", ".join(each.__name__ for each in ELEMENT_WISE)
-            raise ValueError(
-                f"{type(self.optimizers[0]).__name__} is not known to be element-wise, as {names} of torch are, so it"
-                " cannot run on a shard. Use one of them, or strategy='ring'."
-            )
+        problem = why_not_served(self._module, self.optimizers[0])
+        if problem and self.update_on == "server":
+            raise ValueError(f"{name} cannot serve: {problem}. Use strategy='ring', or change the optimizer.")
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             raise ValueError(f"{name} does not scale losses: use precision='bf16-mixed' in place of '16-mixed'.")
 

@@ -108,6 +108,9 @@ def test_channels_last_changes_the_layout_and_nothing_else(model):
     assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
     inputs = torch.randn(2, 1, 28, 28)
     torch.testing.assert_close(other(inputs), plain(inputs))
+    other(inputs).sum().backward()
+    for weight in other.parameters():  # else DDP copies each gradient into its bucket, and warns
+        assert weight.grad.stride() == weight.stride()
 
 
 def test_an_unknown_model_is_refused():

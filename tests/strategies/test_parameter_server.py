@@ -51,10 +51,26 @@ class Lbfgs(Plain):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Frozen(Plain):
+    """One layer does not learn, and the optimizer has it all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+class Foreign(Plain):
+    """Its optimizer has a parameter of nobody."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(2, 3))], lr=0.1)
+
+
 def scenario_of(name):
     if name in OPTIMIZERS:
         return lambda: TwoGroups(name), {"max_steps": 50, "max_epochs": 5}, False
-    return (Lbfgs, {}, False) if name == "lbfgs" else SCENARIOS[name]
+    modules = {"lbfgs": Lbfgs, "frozen": Frozen, "foreign": Foreign}
+    return (modules[name], {}, False) if name in modules else SCENARIOS[name]
 
 
 WHERE = ("server", "worker")
@@ -92,7 +108,7 @@ def fit_beside_ddp(world_size, scenarios):
 
 
 def test_two_ranks_give_the_bits_of_ddp():
-    scenarios = [*OPTIMIZERS, "plain", "accumulation", "bf16", "unused", "batchnorm"]
+    scenarios = [*OPTIMIZERS, "plain", "accumulation", "bf16", "unused", "batchnorm", "frozen"]
     for results in run_ranks(fit_beside_ddp, 2, 2, scenarios):
         for scenario, (expected, by_place) in results.items():
             for where, weights in by_place.items():
@@ -133,6 +149,7 @@ def test_gradients_are_clipped_over_all_shards_and_state_is_split(algorithm):
     ("scenario", "options", "message"),
     [
         ("lbfgs", {}, "LBFGS is not known to be element-wise, as Adadelta, .*, SGD of torch are"),
+        ("foreign", {}, "the optimizer has a parameter of shape .2, 3. that is not the module's"),
         ("manual", {}, "the module optimizes manually"),
         ("plain", {"transport": "process_group"}, "the ranks do not share memory"),
     ],

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lit_parallel import PushPullStrategy
 from lit_parallel.testing import RankFailure, RanksError, run_ranks
 from tests.strategies.fits import QUIET, Plain, TwoOptimizers, dataset, fit
-from tests.strategies.test_parameter_server import OPTIMIZERS, Lbfgs, scenario_of
+from tests.strategies.test_parameter_server import OPTIMIZERS, Foreign, Lbfgs, scenario_of
 
 DOUBLE = {"precision": "64-true"}
 
@@ -40,7 +40,7 @@ def assert_like_one_device(by_rank, scenarios):
                         torch.testing.assert_close(weights[key], expected[key], rtol=1e-10, atol=1e-12, msg=placement)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_in_step_weights_equal_training_on_one_device(world_size):
     scenarios, placements = [*OPTIMIZERS, "accumulation"], [{}, {"update_on": "worker"}]
     assert_like_one_device(run_ranks(fit_all, world_size, world_size, scenarios, placements, DOUBLE), scenarios)
@@ -121,6 +121,29 @@ def strategy_of(name):
     }.get(name, name)
 
 
+class Restored(Plain):
+    """Goes back to its first weights in the middle, as a search for a learning rate does."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.first = {name: value.clone() for name, value in self.state_dict().items()}
+        if batch_idx == 10:
+            self.trainer.strategy.load_model_state_dict({"state_dict": self.first})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_restored():
+    return [fit(strategy, 2, (Restored, {}, False)) for strategy in ("ddp", PushPullStrategy(staleness=0))]
+
+
+def test_weights_that_are_loaded_in_training_go_to_the_servers():
+    for expected, weights in run_ranks(fit_restored, 2):
+        for key, value in expected.items():
+            assert torch.equal(weights[key], value)
+
+
 class Killed(Plain):
     """Rank 1 is killed in its third step, or the servers are."""
 
@@ -144,9 +167,9 @@ def train_killed(what, servers):
 @pytest.mark.parametrize(
     ("what", "servers", "message"),
     [
-        ("worker", 1, "worker 1 has not been heard for 8 seconds; it has ended or failed"),
-        ("worker", None, "server 1 at ipc://.* has not answered for 8 seconds|worker 1 has not been heard"),
-        ("server", 2, "server 0 at ipc://.* has not answered for 8 seconds"),
+        ("worker", 1, "worker 1 has not been heard for 5 seconds; it has ended or failed"),
+        ("worker", None, "server 1 at ipc://.* has not answered for 5 seconds|worker 1 has not been heard"),
+        ("server", 2, "server 0 at ipc://.* has not answered for 5 seconds"),
     ],
 )
 def test_whoever_is_killed_is_named(what, servers, message):
@@ -163,6 +186,7 @@ def train_module(make_module):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (Foreign, "a parameter of shape .2, 3. that is not the module's"),
         (Lbfgs, "LBFGS is not known to be element-wise"),
         (TwoOptimizers, "PushPullStrategy needs automatic optimization"),
     ],
