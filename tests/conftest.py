@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -17,7 +18,15 @@ def _children() -> set[str]:
     """The live child processes, without the servers that multiprocessing keeps for later tests."""
     children = set()
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):  # a thread, or a child, that has just ended
+            children |= _live((task / "children").read_text().split())
+    return children
+
+
+def _live(pids: list[str]) -> set[str]:
+    children = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError):
             command = Path("/proc", pid, "cmdline").read_bytes().decode()
             if "multiprocessing.forkserver" not in command and "multiprocessing.resource_tracker" not in command:
                 children.add(f"{pid}: {command}")

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ class Server:
         self._store: Store | None = None
         self._update: OptimizerUpdate | None = None
         self._parked: dict[int, bytes] = {}  # worker: where its pull came from
+        self._pushed: dict[int, list[Tensor]] = {}  # by worker: memory for gradients
+        self._pulled: dict[int, list[Tensor]] = {}  # by worker: memory for answers
         self._heard: dict[int, float] = {}  # when each worker was heard last
         self._refused: set[bytes] = set()
 
@@ -142,9 +144,10 @@ class Server:
                 log.warning("%s: refused a message: %s", self.endpoint, error)
             self._answer(sender.bytes, {"error": str(error)})
 
-    def _answer(self, receiver: bytes, header: dict[str, Any], tensors: list[Tensor] | None = None) -> None:
-        # Copied: the next push changes the values while these are on their way.
-        self._socket.send_multipart([receiver, *encode(header, tensors or [])], copy=True)
+    def _answer(
+        self, receiver: bytes, header: dict[str, Any], tensors: Sequence[Tensor] = (), *, copy: bool = True
+    ) -> None:
+        self._socket.send_multipart([receiver, *encode(header, tensors)], copy=copy)
 
     def _open_store(self) -> Store:
         if self._store is None:
@@ -179,6 +182,7 @@ class Server:
         self._store = Store(values, num_workers, staleness, update)  # type: ignore[arg-type]
         self._update = update
         self._parked.clear()
+        self._pushed, self._pulled = {}, {}
         self._heard = dict.fromkeys(self._store.clocks, time.monotonic())
         self._answer(sender, {"op": "init"})
 
@@ -188,11 +192,13 @@ class Server:
             raise RefusedError(f"{len(frames)} frames for the keys {keys}; there are keys 0 to {len(store.values) - 1}")
         if self._update is not None:
             self._update.check(options)
-        gradients = {}
-        for key, frame in zip(keys, frames, strict=True):
-            gradients[key] = torch.empty_like(store.values[key])
-            copy_into(gradients[key], frame)
-        store.push(integer(header, "worker"), integer(header, "clock"), gradients, options)
+        worker, clock = integer(header, "worker"), integer(header, "clock")
+        if store.is_new(worker, clock):
+            # What the worker has pushed before is in: it could not have pulled else.
+            memory = self._memory_of(self._pushed, worker)
+            for key, frame in zip(keys, frames, strict=True):
+                copy_into(memory[key], frame)
+            store.push(worker, clock, {key: memory[key] for key in keys}, options)
         self._answer_parked()
 
     def _leave(self, sender: bytes, header: dict[str, Any], frames: list[zmq.Frame]) -> None:
@@ -222,7 +228,18 @@ class Server:
         store = self._open_store()
         pull, keys = store.pull(worker), sorted(store.present)
         answer = {"op": "pull", "version": pull.version, "staleness": pull.staleness, "keys": keys}
-        self._answer(receiver, answer, [store.values[key] for key in keys])
+        # Copied, since the next push changes the values while these are on their way. What the worker has pulled
+        # before has arrived: it would not pull again else.
+        memory = self._memory_of(self._pulled, worker)
+        for key in keys:
+            memory[key].copy_(store.values[key])
+        self._answer(receiver, answer, [memory[key] for key in keys], copy=False)
+
+    def _memory_of(self, kind: dict[int, list[Tensor]], worker: int) -> list[Tensor]:
+        """A worker's tensors, like the values, kept: memory touched for the first time costs more than a copy."""
+        if worker not in kind:
+            kind[worker] = [torch.empty_like(value) for value in self._open_store().values]
+        return kind[worker]
 
     def _state(self, sender: bytes, header: dict[str, Any], frames: list[zmq.Frame]) -> None:
         self._open_store()

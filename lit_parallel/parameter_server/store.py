@@ -54,13 +54,26 @@ class Store:
         self._waiting: dict[int, dict[int, Tensor]] = {}  # gradients of the workers that have pushed, in step
         self._options: list[dict[str, object]] = []  # for their update
 
+    def is_new(self, worker: int, clock: int) -> bool:
+        """Whether a push has not been counted yet.
+
+        Raises:
+            RefusedError: There is no such worker, or a push before this one is missing.
+        """
+        if worker not in self.clocks:
+            raise RefusedError(f"there is no worker {worker}")
+        if clock > self.clocks[worker] + 1:
+            raise RefusedError(f"worker {worker} is at clock {self.clocks[worker]}; {clock} cannot follow")
+        return clock > self.clocks[worker]
+
     def push(self, worker: int, clock: int, gradients: Mapping[int, Tensor], options: list[dict[str, object]]) -> bool:
         """Counts a worker's gradients once, however often they come.
 
         Args:
             worker: Its rank.
             clock: 1 for its first push, and so on.
-            gradients: By number of the key; keys without a gradient are left out.
+            gradients: By number of the key; keys without a gradient are left out. They are the store's from now on,
+                until the worker may pull, and are changed.
             options: Of each parameter group, for this update.
 
         Returns:
@@ -69,21 +82,20 @@ class Store:
         Raises:
             RefusedError: Unknown worker or key, wrong length or type, or a push before this one is missing.
         """
-        if worker not in self.clocks:
-            raise RefusedError(f"there is no worker {worker}")
+        is_new = self.is_new(worker, clock)
         for key, gradient in gradients.items():
             if not 0 <= key < len(self.values):
                 raise RefusedError(f"there is no key {key}")
             value = self.values[key]
             if gradient.shape != value.shape or gradient.dtype != value.dtype:
                 raise RefusedError(f"key {key} has {len(value)} elements of {value.dtype}")
-        if clock <= self.clocks[worker]:
+        if not is_new:
             return False
-        if clock != self.clocks[worker] + 1:
-            raise RefusedError(f"worker {worker} is at clock {self.clocks[worker]}; {clock} cannot follow")
         self.clocks[worker] = clock
         if self.staleness > 0:
-            self._apply({key: gradient / self._num_workers for key, gradient in gradients.items()}, options)
+            for gradient in gradients.values():
+                gradient.div_(self._num_workers)
+            self._apply(gradients, options)
         else:
             self._waiting[worker], self._options = dict(gradients), options
             self._apply_when_complete()
@@ -129,7 +141,7 @@ class Store:
         mean: dict[int, Tensor] = {}
         for worker in sorted(self._waiting):
             for key, gradient in self._waiting[worker].items():
-                mean[key] = mean[key].add_(gradient) if key in mean else gradient.clone()
+                mean[key] = mean[key].add_(gradient) if key in mean else gradient
         for total in mean.values():
             total.div_(self._num_workers)
         return mean
