@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lit_parallel.parameter_server.partition import Piece
 
 #: By key or piece: name and value, as torch's optimizers keep it for a parameter.
 State = dict[str, Any]
+Fill = Callable[[int, Tensor, Tensor], None]
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -44,15 +46,55 @@ def cut_state(state: Mapping[str, State], pieces: Iterable[Piece], like: Mapping
     return cut
 
 
-def merge_state(shards: Iterable[Mapping[Piece, State]], like: Mapping[str, Tensor]) -> dict[str, State]:
-    """The reverse of `cut_state`: all shards together, by key."""
+def merge_state(
+    shards: Iterable[Mapping[Piece, State]], like: Mapping[str, Tensor], fill: Fill | None = None
+) -> dict[str, State]:
+    """The reverse of `cut_state`: all shards together, by key.
+
+    Args:
+        shards: Each with the state of its pieces.
+        like: The parameters.
+        fill: Gets the number of a shard, a vector of its state, and the memory where it belongs; copies by default.
+    """
     state: dict[str, State] = {}
-    for piece, values in ((piece, values) for shard in shards for piece, values in shard.items() if values):
-        parameter, merged = like[piece.key], state.setdefault(piece.key, {})
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.dim() == 1:
-                whole = merged.setdefault(name, torch.empty_like(parameter, dtype=value.dtype))
-                in_memory_order(whole)[piece.start : piece.stop] = value
-            else:
-                merged[name] = value
+    for number, shard in enumerate(shards):
+        for piece, values in shard.items():
+            for name, value in values.items():
+                merged = state.setdefault(piece.key, {})
+                if not _is_vector(value):
+                    merged[name] = value
+                    continue
+                if name not in merged:
+                    merged[name] = torch.empty_like(like[piece.key], dtype=value.dtype)
+                target = in_memory_order(merged[name])[piece.start : piece.stop]
+                target.copy_(value) if fill is None else fill(number, value, target)
     return state
+
+
+def gather_state(own: Mapping[Piece, State], like: Mapping[str, Tensor]) -> dict[str, State]:
+    """The shards of all ranks merged on rank 0, {} on others; takes no memory but the result's. All ranks call it."""
+    vectors = [value for state in own.values() for value in state.values() if _is_vector(value)]
+    outline = {
+        piece: {name: value.to("meta") if _is_vector(value) else value for name, value in state.items()}
+        for piece, state in own.items()
+    }
+    outlines: list[Any] = [None] * dist.get_world_size()
+    if dist.get_rank() != 0:
+        dist.gather_object(outline)
+        for vector in vectors:
+            dist.send(vector, 0)
+        return {}
+    dist.gather_object(outline, outlines)
+    own_vectors = iter(vectors)
+
+    def fill(rank: int, value: Tensor, target: Tensor) -> None:
+        if rank == 0:
+            target.copy_(next(own_vectors))
+        else:
+            dist.recv(target, rank)
+
+    return merge_state(outlines, like, fill)
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1

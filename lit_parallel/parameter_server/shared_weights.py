@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_parallel.parameter_server.optimizer_state import cut_state, in_memory_order, merge_state
+from lit_parallel.parameter_server.optimizer_state import cut_state, gather_state, in_memory_order
 from lit_parallel.parameter_server.partition import plan_shards
 from lit_parallel.transports import NoRoomError, SharedMemoryTransport
 
@@ -115,11 +115,9 @@ class SharedWeights:
     def optimizer_state(self) -> dict[str, Any]:
         """The whole optimizer's state on rank 0, as one device would save it, else {}; all ranks call it."""
         own = {piece: dict(self._optimizer.state[tensor]) for piece, tensor in self._pieces.items()}
-        shards: list[Any] = [None] * self._transport.world_size
-        dist.gather_object(own, shards if self._transport.rank == 0 else None)
+        by_key = gather_state(own, self._detached())
         if self._transport.rank != 0:
             return {}
-        by_key = merge_state(shards, self._detached())
         keys = [key for group in self._groups for key in group]
         return {
             "state": {keys.index(key): values for key, values in by_key.items()},
