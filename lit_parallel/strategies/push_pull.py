@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,10 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_parallel.parameter_server.client import Client, Pulled, plain_options
+from lit_parallel.parameter_server.hosted_servers import HostedServers
 from lit_parallel.parameter_server.optimizer_state import State
-from lit_parallel.parameter_server.server import Server
 from lit_parallel.parameter_server.store import check_staleness
-from lit_parallel.parameter_server.wire import CurveKeys
 from lit_parallel.strategies.parameter_server import why_not_served
 
 Place = Literal["server", "worker"]
@@ -75,7 +67,7 @@ class PushPullStrategy(DDPStrategy):
         #: What this rank's last pulls of this training have brought.
         self.pulls: deque[Pulled] = deque(maxlen=_NUM_KEPT_PULLS)
         self._client: Client | None = None
-        self._hosted: _HostedServers | None = None
+        self._hosted: HostedServers | None = None
         self._names: dict[nn.Parameter, str] = {}
         self._last_state: dict[str, State] = {}
 
@@ -90,7 +82,7 @@ class PushPullStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         self._check_optimizers()
         self._names = {parameter: name for name, parameter in self._module.named_parameters()}
-        self._hosted = _HostedServers(self.servers, on_one_host=self.num_nodes == 1)
+        self._hosted = HostedServers(self.servers, on_one_host=self.num_nodes == 1)
         self._client = Client(self._hosted.endpoints, dist.get_rank(), self._served(), self._hosted.keys)
         self.pulls.clear()
         self._give_weights()
@@ -250,64 +242,6 @@ class _ServedOptimizer:
         self._exchange(self._optimizer)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return result
-
-
-class _HostedServers:
-    """The servers of a training: those that this rank runs, and where all are. Made and closed by all ranks.
-
-    On one host they listen at sockets in a folder that only its owner may enter; across hosts at network addresses,
-    with keys that the first rank makes and the process group hands out.
-    """
-
-    def __init__(self, num_processes: int | None, *, on_one_host: bool) -> None:
-        rank = dist.get_rank()
-        shared: list[Any] = [None, None]
-        if rank == 0:
-            shared = [tempfile.mkdtemp(prefix="lit_parallel-"), None if on_one_host else CurveKeys.generate()]
-        dist.broadcast_object_list(shared)
-        self._folder, self.keys = shared
-        self._processes: list[subprocess.Popen[str]] = []
-        self._server: Server | None = None
-        self._thread: threading.Thread | None = None
-        here = f"ipc://{self._folder}/" if on_one_host else f"tcp://{_address()}:*"
-        own: list[str] = []
-        if num_processes is None:
-            self._server = Server(f"{here}{rank}" if on_one_host else here, self.keys)
-            self._thread = threading.Thread(target=self._server.run, name="parameter-server", daemon=True)
-            self._thread.start()
-            own = [self._server.endpoint]
-        elif rank == 0:
-            self._processes = [
-                self._start(f"{here}{number}" if on_one_host else here) for number in range(num_processes)
-            ]
-            own = [process.stdout.readline().strip() for process in self._processes if process.stdout is not None]
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
-        self.endpoints: list[str] = [endpoint for each in everywhere for endpoint in each]
-
-    def close(self) -> None:
-        """Ends this rank's servers."""
-        if self._server is not None:
-            self._server.close()
-        if self._thread is not None:
-            self._thread.join()
-        for process in self._processes:
-            process.communicate()  # ends its input, and so the server
-        shutil.rmtree(self._folder, ignore_errors=True)  # by every rank: the first one may have been killed
-
-    def _start(self, endpoint: str) -> subprocess.Popen[str]:
-        """A server that ends when this process does, however that ends."""
-        command = [sys.executable, "-m", "lit_parallel.parameter_server", "--bind", endpoint, "--end-with-input"]
-        if self.keys is not None:
-            file = Path(self._folder, "keys.json")  # in a folder that only its owner may enter
-            file.write_text(self.keys.to_json())
-            command += ["--keys", str(file)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
-
-
-def _address() -> str:
-    """This host's address, as its name resolves."""
-    return socket.gethostbyname(socket.gethostname())
 
 
 def _end_on_own_signal(trainer: Trainer) -> None:
