@@ -28,6 +28,11 @@ def why_not_served(module: nn.Module, optimizer: Optimizer) -> str:
     if type(optimizer) not in ELEMENT_WISE:
         names = ", ".join(each.__name__ for each in ELEMENT_WISE)
         return f"{type(optimizer).__name__} is not known to be element-wise, as {names} of torch are"
+    return why_not_cut(module, optimizer)
+
+
+def why_not_cut(module: nn.Module, optimizer: Optimizer) -> str:
+    """Why the parameters of an optimizer cannot be cut into shards, or ""."""
     parameters = set(module.parameters())
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if parameter not in parameters:

@@ -21,7 +21,7 @@ from lit_parallel.parameter_server.client import Client, Pulled, plain_options
 from lit_parallel.parameter_server.hosted_servers import HostedServers
 from lit_parallel.parameter_server.optimizer_state import State
 from lit_parallel.parameter_server.store import check_staleness
-from lit_parallel.strategies.parameter_server import why_not_served
+from lit_parallel.strategies.parameter_server import why_not_cut, why_not_served
 
 Place = Literal["server", "worker"]
 _NUM_KEPT_PULLS = 10_000
@@ -221,8 +221,8 @@ class PushPullStrategy(DDPStrategy):
             raise ValueError(f"{name} needs automatic optimization; strategy='ring' and others do manual optimization.")
         if len(self.optimizers) != 1:
             raise ValueError(f"{name} serves one optimizer, and there are {len(self.optimizers)}; use strategy='ring'.")
-        problem = why_not_served(self._module, self.optimizers[0])
-        if problem and self.update_on == "server":
+        find_problem = why_not_served if self.update_on == "server" else why_not_cut
+        if problem := find_problem(self._module, self.optimizers[0]):
             raise ValueError(f"{name} cannot serve: {problem}. Use strategy='ring', or change the optimizer.")
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             raise ValueError(f"{name} does not scale losses: use precision='bf16-mixed' in place of '16-mixed'.")

@@ -179,8 +179,8 @@ def test_whoever_is_killed_is_named(what, servers, message):
     assert re.search(message, results[0].message), results[0].message
 
 
-def train_module(make_module):
-    fit(PushPullStrategy(), 2, (make_module, {}, False))
+def train_module(make_module, options):
+    fit(PushPullStrategy(**options), 2, (make_module, {}, False))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,12 @@ def train_module(make_module):
 )
 def test_what_servers_cannot_do_is_refused(module, message):
     with pytest.raises(RanksError, match=message):
-        run_ranks(train_module, 2, module)
+        run_ranks(train_module, 2, module, {})
+
+
+def test_workers_that_update_have_parameters_of_the_module():
+    with pytest.raises(RanksError, match="a parameter of shape .2, 3. that is not the module's"):
+        run_ranks(train_module, 2, Foreign, {"staleness": 0, "update_on": "worker"})
 
 
 @pytest.mark.parametrize(
