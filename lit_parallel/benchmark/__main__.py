@@ -13,7 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lit_parallel.benchmark import report
 from lit_parallel.benchmark.collectives import GLOO, SIZES, time_collectives
 from lit_parallel.benchmark.epoch import TUTORIAL, time_epochs
-from lit_parallel.benchmark.parameter_server import RAW, time_push_pull
+from lit_parallel.benchmark.parameter_server import ONE_SERVER, RAW, count_bytes, time_push_pull
 from lit_parallel.benchmark.peers import mpi_place
 from lit_parallel.benchmark.training import (
     BATCH_SIZES,
@@ -97,6 +97,8 @@ def _measure(flags: argparse.Namespace) -> Iterator[report.Table]:
         for size in flags.sizes:
             title = f"Push and pull of {size:,} bytes between one worker and one server"
             yield report.compare(title, RAW, "ms", report.milliseconds(time_push_pull(size, rounds)))
+            title = f"What the busiest server receives of a push of {size:,} bytes, counted"
+            yield report.compare(title, ONE_SERVER, "MB", count_bytes(size))
         return
     for model in flags.models:
         if flags.benchmark == "epoch":

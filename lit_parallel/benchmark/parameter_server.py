@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from lit_parallel.transports import SharedMemoryTransport
 
 RAW = "raw ZeroMQ, there and back"
 GLOO = "gloo's all_reduce"
+ONE_SERVER = "1 server"
 _MESSAGES = "push and pull by message"
+_SHARED = "push and pull through shared memory"
 _RPC = "torch RPC, there and back"
 
 
@@ -41,6 +45,23 @@ def time_push_pull(num_bytes: int, rounds: int) -> dict[str, list[float]]:
     return results[0]
 
 
+def count_bytes(num_bytes: int) -> dict[str, list[float]]:
+    """Megabytes that the busiest of 1, 2 and 4 servers receives in messages when float32 gradients are pushed."""
+    gradients = {"large": torch.ones(num_bytes // 8), "small": torch.ones(num_bytes // 8)}
+    counted = {}
+    for number in (1, 2, 4):
+        with contextlib.ExitStack() as stack:
+            servers = [stack.enter_context(_serving("tcp://127.0.0.1:*")) for _ in range(number)]
+            client = stack.enter_context(_client([each.endpoint for each in servers], gradients))
+            before = [server.traffic.bytes_received for server in servers]
+            client.push(gradients, [{}])
+            client.pull(gradients)
+            after = [server.traffic.bytes_received for server in servers]
+        busiest = max(new - old for new, old in zip(after, before, strict=True))
+        counted["1 server" if number == 1 else f"{number} servers"] = [busiest / 1e6]
+    return counted
+
+
 def _time(num_bytes: int, rounds: int) -> dict[str, list[float]]:
     """Rank 0 is the worker and rank 1 the server; both take part in all-reduces."""
     is_worker = dist.get_rank() == 0
@@ -48,35 +69,38 @@ def _time(num_bytes: int, rounds: int) -> dict[str, list[float]]:
     transport, schedule = SharedMemoryTransport(), get_algorithm("ps").make_schedule(2)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_rpc())
-        places: list[str] = [""] * 2
+        places: list[str] = [""] * 3
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         if not is_worker:
-            places = [stack.enter_context(_serving()), stack.enter_context(_echoing())]
+            servers = [stack.enter_context(_serving(each)) for each in ("tcp://127.0.0.1:*", f"ipc://{folder}/server")]
+            places = [stack.enter_context(_echoing()), *(server.endpoint for server in servers)]
         dist.broadcast_object_list(places, 1)
         contenders: dict[str, Callable[[], object]] = {}
         if is_worker:
-            client = Client([places[0]], 0, {"weight": weight})
-            stack.callback(client.close)
-            parameter = torch.nn.Parameter(weight)
-            client.init(1, 0, torch.optim.SGD([parameter], lr=0.1), {parameter: "weight"})
-            echo = stack.enter_context(_connected(places[1]))
+            echo = stack.enter_context(_connected(places[0]))
+            clients = [stack.enter_context(_client([place], {"weight": weight})) for place in places[1:]]
 
             content: Any = gradient.numpy()
 
-            def push_and_pull() -> None:
-                client.push({"weight": gradient}, [{}])
-                client.pull({"weight": weight})
+            def push_and_pull(client: Client) -> None:
+                near = client.segment  # where gradients and weights can be in shared memory, they are
+                client.push({"weight": gradient} if near is None else near.gradients, [{}])
+                client.pull({"weight": weight} if near is None else near.weights)
 
             def send_and_receive() -> None:
                 echo.send(content, copy=False)
                 echo.recv(copy=False)
 
-            contenders |= {RAW: send_and_receive, _MESSAGES: push_and_pull}
+            contenders[RAW] = send_and_receive
+            contenders |= {
+                name: partial(push_and_pull, client) for name, client in zip((_MESSAGES, _SHARED), clients, strict=True)
+            }
             contenders[_RPC] = lambda: rpc.rpc_sync("server", _step, (gradient,))
         collectives: dict[str, Callable[[], object]] = {
             GLOO: lambda: dist.all_reduce(summed),
             "ps, shared memory": lambda: transport.run(schedule, shared),
         }
-        names = [RAW, _MESSAGES, _RPC, *collectives]
+        names = [RAW, _MESSAGES, _RPC, _SHARED, *collectives]
         contenders |= collectives
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds + 1):
@@ -93,13 +117,23 @@ def _time(num_bytes: int, rounds: int) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def _serving() -> Iterator[str]:
-    server = Server("tcp://127.0.0.1:*")
+def _serving(endpoint: str) -> Iterator[Server]:
+    server = Server(endpoint)
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield server.endpoint
+    yield server
     server.close()
     thread.join()
+
+
+@contextlib.contextmanager
+def _client(addresses: list[str], weights: dict[str, Tensor]) -> Iterator[Client]:
+    client = Client(addresses, 0, weights)
+    names = {torch.nn.Parameter(weight): name for name, weight in weights.items()}
+    client.init(1, 0, torch.optim.SGD(names, lr=0.1), names)
+    client.enter(0)
+    yield client
+    client.close()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lit_parallel.data import BatchLoader, GlobalBatchSampler
 from lit_parallel.models import LitClassifier, lenet, resnet18
 from lit_parallel.schedules import Schedule, available_algorithms
-from lit_parallel.strategies import RingStrategy
+from lit_parallel.strategies import PushPullStrategy, RingStrategy
 from lit_parallel.testing import run_ranks
 from lit_parallel.transports import Traffic, Transport
 
@@ -35,6 +35,8 @@ RING_VARIANTS: dict[str, dict[str, Any]] = {
     "ring, process group": {"transport": "process_group"},
     "ring, process group, overlap": {"transport": "process_group", "overlap": True},
 }
+#: Servers in processes of their own.
+SERVER_VARIANTS = {"ps, 1 server": 1, "ps, 2 servers": 2}
 _WARM_UP_STEPS = 10
 
 
@@ -57,7 +59,7 @@ def overhead_contenders() -> list[str]:
 
 def steps_contenders() -> list[str]:
     """Every algorithm between Lightning's ddp and no synchronisation at all, and ring with other options."""
-    return [DDP, *available_algorithms(), *RING_VARIANTS, NO_SYNCHRONISATION]
+    return [DDP, *available_algorithms(), *RING_VARIANTS, *SERVER_VARIANTS, NO_SYNCHRONISATION]
 
 
 def memory_contenders() -> list[str]:
@@ -203,6 +205,9 @@ def _lightning(module: LitClassifier, batches: BatchLoader, name: str) -> float:
     clock = _Clock()
     strategies: dict[str, str | Strategy] = {DDP: "ddp", NO_SYNCHRONISATION: _NoSynchronisation()}
     strategies |= {variant: RingStrategy(**options) for variant, options in RING_VARIANTS.items()}
+    strategies |= {
+        variant: PushPullStrategy(staleness=0, servers=number) for variant, number in SERVER_VARIANTS.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             strategy=strategies.get(name, name),

@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument(
         "--make-keys", type=Path, metavar="FILE", help="write new keys, for their owner's eyes only; end"
     )
+    parser.add_argument("--snapshot", type=Path, help="file to keep what is held in, and to go on from if it exists")
     parser.add_argument("--end-with-input", action="store_true", help="end when standard input does")
     flags = parser.parse_args()
     if flags.make_keys is not None:
@@ -35,7 +36,7 @@ def main() -> None:
         parser.error("a server on the network needs --keys; --make-keys makes them")
     try:
         keys = None if flags.keys is None else CurveKeys.from_json(flags.keys.read_text())
-        server = Server(flags.bind, keys)
+        server = Server(flags.bind, keys, flags.snapshot)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(server.endpoint, flush=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +20,18 @@ from torch.optim import Optimizer
 
 from lit_parallel.parameter_server.optimizer_state import State, cut_state, in_memory_order, merge_state
 from lit_parallel.parameter_server.partition import Piece, plan_shards
+from lit_parallel.parameter_server.segment import Segment
 from lit_parallel.parameter_server.wire import CurveKeys, copy_into, decode_header, encode, pack_state, unpack_state
 from lit_parallel.transports import TransportError
 
+log = logging.getLogger(__name__)
 #: A server that answers nothing for so long, not even a ping, is taken for dead.
 _SILENCE_SECONDS = 5.0
+#: How long workers that survive wait for a server to come back.
+_COMEBACK_SECONDS = 60.0
 _PING_SECONDS = 1.0
+#: Gradients that are sent together before backward is over.
+_PART_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,43 +40,101 @@ class Pulled:
 
     Attributes:
         version: Updates applied by the server that has applied most.
+        versions: Updates applied by each server.
         staleness: Pushes that this worker was ahead of the slowest one.
         seconds: How long it waited.
     """
 
     version: int
+    versions: tuple[int, ...]
     staleness: int
     seconds: float
+
+
+class _RefusalError(TransportError):
+    """A server has refused a message."""
+
+
+class _Connection:
+    """To one server.
+
+    Attributes:
+        address: Of the server.
+        pieces: That it holds, by number of the key.
+        socket: To it.
+        is_shared: Whether it has mapped this worker's segment.
+        server: Which process answered last.
+        ask: Number of the last question.
+        since: Answers to questions before this one are too late.
+        pending: What to say again if the server is started again.
+    """
+
+    def __init__(self, address: str, pieces: tuple[Piece, ...], socket: zmq.Socket[bytes]) -> None:
+        self.address, self.pieces, self.socket = address, pieces, socket
+        self.is_shared = False
+        self.server: str | None = None
+        self.ask = self.since = 0
+        self.pending: list[Callable[[], None]] = []
+
+    def send(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Sends a message."""
+        self.ask += 1
+        self.socket.send_multipart(encode({**header, "ask": self.ask}, tensors), copy=not tensors)
 
 
 class Client:
     """One worker's connections to all servers.
 
+    Where server and worker are on one host, gradients and weights go through memory that both share, and only the
+    messages about them through the connection.
+
     Args:
-        endpoints: Of the servers.
+        addresses: Of the servers.
         worker: This worker's rank.
         weights: By name; the same names, shapes and layouts on all workers.
         keys: As the servers'.
+        check_hope: Given it, this worker waits for a server that has ended to be started again from its snapshot, as
+            long as this function, called each second, raises nothing; and servers go on without workers that end.
+        life: How often this worker has been started.
     """
 
     def __init__(
-        self, endpoints: Sequence[str], worker: int, weights: Mapping[str, Tensor], keys: CurveKeys | None = None
+        self,
+        addresses: Sequence[str],
+        worker: int,
+        weights: Mapping[str, Tensor],
+        keys: CurveKeys | None = None,
+        *,
+        check_hope: Callable[[], None] | None = None,
+        life: int = 1,
     ) -> None:
-        self._endpoints, self._worker, self._clock = list(endpoints), worker, 0
+        #: How often this worker has pushed.
+        self.clock = 0
+        self._known_clock = 0  # of the pushes that all servers have counted
+        self._who = {"worker": worker, "life": life}
+        self._check_hope = check_hope
         self._weights = {name: weight.detach() for name, weight in weights.items()}
         sizes = {name: (weight.numel(), weight.itemsize) for name, weight in self._weights.items()}
-        self.shards = plan_shards(sizes, len(endpoints))
+        self.shards = plan_shards(sizes, len(addresses))
+        #: Gradients and weights that are in this memory need no copy; None where no server is on this host.
+        self.segment: Segment | None = None
+        self._inside = False
+        self._parts: dict[str, tuple[Tensor, int]] = {}  # pushed in parts: the gradient, and its version then
+        self._unsent: list[str] = []
         self._context = zmq.Context()
-        self._sockets = [self._connect(endpoint, keys) for endpoint in endpoints]
+        self._connections = [
+            _Connection(address, pieces, self._connect(address, keys))
+            for address, pieces in zip(addresses, self.shards, strict=True)
+        ]
         self._closed = threading.Event()
-        beating = [self._connect(endpoint, keys) for endpoint in endpoints]
+        beating = [self._connect(address, keys) for address in addresses]
         self._heart = threading.Thread(target=self._beat, args=(beating,), name="parameter-server-beat", daemon=True)
         self._heart.start()
 
     def init(
         self, num_workers: int, staleness: float, optimizer: Optimizer | None, names: Mapping[torch.nn.Parameter, str]
     ) -> None:
-        """Gives the servers the weights; one worker calls it, before the others push.
+        """Gives the servers the weights; one worker calls it, before the others enter.
 
         Args:
             num_workers: How many will push.
@@ -78,38 +145,95 @@ class Client:
         Raises:
             ValueError: An option of the optimizer is no plain number.
         """
-        for number, shard in enumerate(self.shards):
+        for connection in self._connections:
             groups = []
             for group in optimizer.param_groups if optimizer is not None else []:
                 inside = {names[each] for each in group["params"]}
-                groups.append(
-                    {**plain_options(group), "keys": [key for key, piece in enumerate(shard) if piece.key in inside]}
-                )
-            values = [self._cut(self._weights, piece) for piece in shard]
+                keys = [key for key, piece in enumerate(connection.pieces) if piece.key in inside]
+                groups.append({**plain_options(group), "keys": keys})
+            values = self._values(connection)
             header = {
                 "op": "init",
                 "num_workers": num_workers,
                 "staleness": "inf" if math.isinf(staleness) else staleness,
+                "evicts": self._check_hope is not None,
                 "lengths": [len(value) for value in values],
                 "dtypes": [str(value.dtype).removeprefix("torch.") for value in values],
                 "optimizer": None if optimizer is None else {"name": type(optimizer).__name__, "groups": groups},
             }
-            self._send(number, header, values)
-        self._receive_all()
+            self._say(connection, partial(connection.send, header, values))
+        self._hear_all()
 
-    def push(self, gradients: Mapping[str, Tensor | None], options: list[dict[str, Any]]) -> None:
-        """Sends gradients; their memory must not change before the next pull has come back.
+    def enter(self, clock: int) -> None:
+        """From now on others wait for this worker; all that enter together give the same clock. See `Store.enter`."""
+        self._share()
+        answers = [clock]
+        while True:
+            # Servers may know different clocks of the slowest worker: the highest counts.
+            self.clock = max(answers)
+            answers = [header["clock"] for header, _ in self._ask_all(self._entrance(self.clock))]
+            if len(set(answers)) == 1:
+                break
+        self.clock = self._known_clock = answers[0]
+        self._inside = True
+
+    def leave(self) -> None:
+        """Tells the servers that nobody needs to wait for this worker, and that all it has pushed must be in."""
+        self._inside = False
+        self._ask_all({"op": "leave", **self._who})
+
+    def push_part(self, name: str, gradient: Tensor) -> None:
+        """Sends a gradient ahead of the push, to overlap with the rest of backward. It may still change."""
+        self._parts[name] = (gradient, gradient._version)
+        self._unsent.append(name)
+        for connection in self._connections:
+            if connection.is_shared:
+                self._write(connection, {name: gradient})
+        if sum(self._parts[each][0].nbytes for each in self._unsent) >= _PART_BYTES:
+            gradients = {each: self._parts[each][0] for each in self._unsent}
+            for connection in self._connections:
+                keys = self._keys(connection, gradients)
+                if not connection.is_shared and keys:
+                    tensors = [_cut(gradients, connection.pieces[key]) for key in keys]
+                    header = {"op": "part", **self._who, "clock": self.clock + 1, "sent": keys}
+                    self._say(connection, partial(connection.send, header, tensors))
+            self._unsent.clear()
+
+    def push(
+        self, gradients: Mapping[str, Tensor | None], options: list[dict[str, Any]], max_norm: float | None = None
+    ) -> None:
+        """Sends gradients, but for those parts that have been sent and have not changed since.
+
+        Their memory must not change before the next pull has come back.
 
         Args:
             gradients: By name; None where there is none.
             options: Of the optimizer's parameter groups, as they are to be from now on.
+            max_norm: In step: clip the mean gradient, over all servers, to this norm.
         """
-        self._clock += 1
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        for number, shard in enumerate(self.shards):
-            keys = [key for key, piece in enumerate(shard) if piece.key in present]
-            header = {"op": "push", "worker": self._worker, "clock": self._clock, "keys": keys, "options": options}
-            self._send(number, header, [self._cut(present, shard[key]) for key in keys])
+        fresh = {
+            name: gradient
+            for name, gradient in present.items()
+            if name not in self._parts
+            or self._parts[name][0] is not gradient
+            or self._parts[name][1] != gradient._version
+        }
+        unsent = {name: gradient for name, gradient in present.items() if name in fresh or name in self._unsent}
+        self._parts, self._unsent = {}, []
+        self.clock += 1
+        message = {"op": "push", **self._who, "clock": self.clock, "options": options, "hold": max_norm is not None}
+        for connection in self._connections:
+            new = fresh if connection.is_shared else unsent
+            self._push(connection, message, present, new)
+            # Said again, all has to be: a new server has no parts.
+            connection.pending = [partial(self._push, connection, message, present, present)]
+        if max_norm is not None:
+            answers = self._ask_all({"op": "norm", "clock": self.clock})
+            norm = math.sqrt(sum(header["square"] for header, _ in answers))
+            scale = min(1.0, max_norm / (norm + 1e-6))  # as torch clips
+            for connection, (header, _) in zip(self._connections, answers, strict=True):
+                connection.send({"op": "release", "version": header["version"], "scale": scale})
 
     def pull(self, into: Mapping[str, Tensor]) -> tuple[Pulled, set[str]]:
         """Blocks until all servers let this worker proceed, and copies what they hold.
@@ -124,22 +248,20 @@ class Client:
             TransportError: A server has refused something, or does not answer.
         """
         start = time.perf_counter()
-        answers, present = self._ask_all({"op": "pull", "worker": self._worker}), set()
-        for shard, (header, frames) in zip(self.shards, answers, strict=True):
-            for key, frame in zip(header["keys"], frames, strict=True):
-                present.add(shard[key].key)
-                copy_into(self._cut(into, shard[key]), frame)
-        version, staleness = (max(header[name] for header, _ in answers) for name in ("version", "staleness"))
-        return Pulled(version, staleness, time.perf_counter() - start), present
-
-    def leave(self) -> None:
-        """Tells the servers that nobody needs to wait for this worker, and that all it has pushed must be in."""
-        self._ask_all({"op": "leave", "worker": self._worker})
-
-    def enter(self) -> None:
-        """Begins again, together with all others, once all have left."""
-        self._clock = 0
-        self._ask_all({"op": "enter", "worker": self._worker})
+        answers, present = self._ask_all({"op": "pull", **self._who}), set()
+        segment_weights = {} if self.segment is None else self.segment.weights
+        for connection, (header, frames) in zip(self._connections, answers, strict=True):
+            for position, key in enumerate(header["keys"]):
+                piece = connection.pieces[key]
+                present.add(piece.key)
+                if connection.is_shared:
+                    _move(segment_weights, into, piece)
+                else:
+                    copy_into(_cut(into, piece), frames[position])
+        self._known_clock = self.clock
+        versions = tuple(header["version"] for header, _ in answers)
+        staleness = max(header["staleness"] for header, _ in answers)
+        return Pulled(max(versions), versions, staleness, time.perf_counter() - start), present
 
     def optimizer_state(self) -> dict[str, State]:
         """The servers' optimizer state, by name."""
@@ -150,27 +272,29 @@ class Client:
 
     def load_optimizer_state(self, state: Mapping[str, State]) -> None:
         """Gives the servers their parts of a state."""
-        for number, shard in enumerate(self.shards):
-            plain, vectors = pack_state(cut_state(state, shard, self._weights).values())
-            self._send(number, {"op": "load", "state": plain}, vectors)
-        self._receive_all()
+        for connection in self._connections:
+            plain, vectors = pack_state(cut_state(state, connection.pieces, self._weights).values())
+            self._say(connection, partial(connection.send, {"op": "load", "state": plain}, vectors))
+        self._hear_all()
 
     def close(self) -> None:
         """Hangs up."""
         self._closed.set()
         self._heart.join()
-        for socket in self._sockets:
-            socket.close()
+        for connection in self._connections:
+            connection.socket.close()
+        if self.segment is not None:
+            self.segment.close()
         self._context.term()
 
-    def _connect(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
+    def _connect(self, address: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDTIMEO, int(1000 * _SILENCE_SECONDS))
         if keys is not None:
             socket.curve_serverkey = keys.server_public.encode()
             socket.curve_publickey, socket.curve_secretkey = keys.worker_public.encode(), keys.worker_secret.encode()
-        socket.connect(endpoint)
+        socket.connect(address)
         return socket
 
     def _beat(self, sockets: list[zmq.Socket[bytes]]) -> None:
@@ -179,50 +303,136 @@ class Client:
             for socket in sockets:
                 # Not to a server that takes nothing any more: the main thread will say so.
                 with contextlib.suppress(zmq.Again):
-                    socket.send_multipart(encode({"op": "beat", "worker": self._worker}), zmq.NOBLOCK)
+                    socket.send_multipart(encode({"op": "beat", **self._who}), zmq.NOBLOCK)
         for socket in sockets:
             socket.close()
 
+    def _values(self, connection: _Connection) -> list[Tensor]:
+        return [_cut(self._weights, piece) for piece in connection.pieces]
+
     @staticmethod
-    def _cut(tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
-        return in_memory_order(tensors[piece.key])[piece.start : piece.stop]
+    def _keys(connection: _Connection, tensors: Mapping[str, Tensor]) -> list[int]:
+        return [key for key, piece in enumerate(connection.pieces) if piece.key in tensors]
 
-    def _send(self, number: int, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        try:
-            self._sockets[number].send_multipart(encode(header, tensors), copy=False)
-        except zmq.Again as error:
-            raise self._silent(number) from error
+    def _write(self, connection: _Connection, gradients: Mapping[str, Tensor]) -> None:
+        assert self.segment is not None
+        for key in self._keys(connection, gradients):
+            _move(gradients, self.segment.gradients, connection.pieces[key])
 
-    def _silent(self, number: int) -> TransportError:
-        return TransportError(
-            f"Worker {self._worker}: server {number} at {self._endpoints[number]} has not answered for"
-            f" {_SILENCE_SECONDS:.0f} seconds; it has ended, cannot be reached, or has other keys."
-        )
+    def _push(
+        self,
+        connection: _Connection,
+        message: dict[str, Any],
+        present: Mapping[str, Tensor],
+        new: Mapping[str, Tensor],
+    ) -> None:
+        sent: list[int] = []
+        if connection.is_shared:
+            self._write(connection, new)
+        else:
+            sent = self._keys(connection, new)
+        header = {**message, "keys": self._keys(connection, present), "sent": sent}
+        connection.send(header, [_cut(new, connection.pieces[key]) for key in sent])
+
+    def _entrance(self, clock: int) -> dict[str, Any]:
+        return {"op": "enter", **self._who, "clock": clock}
+
+    def _share(self) -> None:
+        """Offers the servers of this host common memory, once; they may refuse it."""
+        near = [connection for connection in self._connections if connection.address.startswith("ipc:")]
+        if self.segment is not None or not near:
+            return
+        self.segment = Segment(self._weights)
+        for connection in near:
+            self._say(connection, partial(self._send_share, connection))
+            try:
+                self._hear(connection)
+            except _RefusalError as error:
+                log.info("Gradients are sent in messages: %s", error)
+            else:
+                connection.is_shared = True
+
+    def _send_share(self, connection: _Connection) -> None:
+        assert self.segment is not None
+        place = {"descriptor": self.segment.descriptor, "offsets": self.segment.offsets(connection.pieces)}
+        connection.send({"op": "share", **self._who, "pid": os.getpid(), **place})
 
     def _ask_all(self, header: dict[str, Any]) -> list[tuple[dict[str, Any], list[zmq.Frame]]]:
-        for number in range(len(self._sockets)):
-            self._send(number, header)
-        return self._receive_all()
+        for connection in self._connections:
+            self._say(connection, partial(connection.send, header))
+        return self._hear_all()
 
-    def _receive_all(self) -> list[tuple[dict[str, Any], list[zmq.Frame]]]:
-        return [self._receive(number) for number in range(len(self._sockets))]
+    def _hear_all(self) -> list[tuple[dict[str, Any], list[zmq.Frame]]]:
+        return [self._hear(connection) for connection in self._connections]
 
-    def _receive(self, number: int) -> tuple[dict[str, Any], list[zmq.Frame]]:
-        """The answer of a server; it may wait for slower workers, but must answer pings meanwhile."""
-        socket, heard = self._sockets[number], time.monotonic()
+    def _say(self, connection: _Connection, send: Callable[[], None]) -> None:
+        connection.pending.append(send)
+        try:
+            send()
+        except zmq.Again as error:
+            if self._check_hope is None:
+                raise self._silent(connection, _SILENCE_SECONDS) from error
+
+    def _hear(self, connection: _Connection) -> tuple[dict[str, Any], list[zmq.Frame]]:
+        """The answer to the last question; a server may wait for slower workers, but must answer pings meanwhile."""
+        heard, is_missed = time.monotonic(), False
         while True:
-            if socket.poll(int(1000 * _PING_SECONDS)):
-                first, *frames = socket.recv_multipart(copy=False)
-                header, heard = decode_header(first), time.monotonic()
-                if "error" in header:
-                    raise TransportError(f"Server {number} at {self._endpoints[number]}: {header['error']}.")
-                if header["op"] != "ping":
+            silence = time.monotonic() - heard
+            if connection.socket.poll(int(1000 * _PING_SECONDS)):
+                first, *frames = connection.socket.recv_multipart(copy=False)
+                header, heard, is_missed = decode_header(first), time.monotonic(), False
+                if header["server"] != connection.server:
+                    if connection.server is not None:
+                        self._say_again(connection)
+                        continue
+                    connection.server = header["server"]
+                if "error" in header and header["ask"] >= connection.since:
+                    connection.pending.clear()
+                    raise _RefusalError(f"The server at {connection.address}: {header['error']}.")
+                if header["ask"] == connection.ask:
+                    connection.pending.clear()
                     return header, frames
-            elif time.monotonic() - heard > _SILENCE_SECONDS:
-                raise self._silent(number)
+            elif silence > (_SILENCE_SECONDS if self._check_hope is None else _COMEBACK_SECONDS):
+                raise self._silent(connection, silence)
             else:
+                if self._check_hope is not None and silence > _SILENCE_SECONDS:
+                    self._check_hope()
+                    if not is_missed:
+                        is_missed = True
+                        log.warning("%s Waiting for it to be started again.", self._silent(connection, silence))
                 with contextlib.suppress(zmq.Again):
-                    socket.send_multipart(encode({"op": "ping"}), zmq.NOBLOCK)
+                    connection.socket.send_multipart(encode({"op": "ping"}), zmq.NOBLOCK)
+
+    def _say_again(self, connection: _Connection) -> None:
+        """Tells a server that was started again what it cannot know, and all that it has not answered."""
+        if self._check_hope is None:
+            raise TransportError(
+                f"The server at {connection.address} has been started again; workers that move in step cannot go on"
+                " from an older version of the weights. Resume training from a checkpoint."
+            )
+        log.warning("The server at %s has been started again; going on with it.", connection.address)
+        connection.server, connection.since = None, connection.ask + 1
+        if connection.is_shared:
+            self._send_share(connection)
+        connection.send(self._entrance(self._known_clock) if self._inside else {"op": "leave", **self._who})
+        for say in connection.pending:
+            say()
+
+    def _silent(self, connection: _Connection, seconds: float) -> TransportError:
+        return TransportError(
+            f"Worker {self._who['worker']}: the server at {connection.address} has not answered for {seconds:.0f}"
+            " seconds; it has ended, cannot be reached, or has other keys."
+        )
+
+
+def _cut(tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
+    return in_memory_order(tensors[piece.key])[piece.start : piece.stop]
+
+
+def _move(source: Mapping[str, Tensor], target: Mapping[str, Tensor], piece: Piece) -> None:
+    """Copies a piece, unless both are the same memory."""
+    if source[piece.key].data_ptr() != target[piece.key].data_ptr():
+        _cut(target, piece).copy_(_cut(source, piece))
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
 from lit_parallel.parameter_server.server import Server
 from lit_parallel.parameter_server.wire import CurveKeys
+
+log = logging.getLogger(__name__)
+_WATCH_SECONDS = 0.5
+#: Between two starts of a server.
+_RESTART_SECONDS = 5.0
 
 
 class HostedServers:
@@ -26,61 +34,121 @@ class HostedServers:
     Args:
         num_processes: How many server processes the first rank starts; None for a server thread in each rank.
         on_one_host: Whether all ranks are on one host.
+        main_address: Of the first rank's host.
+        survives: Whether a server process that has ended is started again from its snapshot.
 
     Raises:
         RuntimeError: A server process did not start; its own error message says why.
         ValueError: A server cannot listen.
     """
 
-    def __init__(self, num_processes: int | None, *, on_one_host: bool) -> None:
+    def __init__(
+        self, num_processes: int | None, *, on_one_host: bool, main_address: str = "localhost", survives: bool = False
+    ) -> None:
         rank = dist.get_rank()
         shared: list[Any] = [None, None]
         if rank == 0:
             shared = [tempfile.mkdtemp(prefix="lit_parallel-"), None if on_one_host else CurveKeys.generate()]
         dist.broadcast_object_list(shared)
         self._folder, self.keys = shared
+        self._lock: IO[str] | None = _lock(self._folder, "x") if rank == 0 else None
+        self._survives = survives
         self._processes: list[subprocess.Popen[str]] = []
         self._server: Server | None = None
-        self._thread: threading.Thread | None = None
-        here = f"ipc://{self._folder}/" if on_one_host else f"tcp://{_address()}:*"
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        here = f"ipc://{self._folder}/" if on_one_host else f"tcp://{_address_towards(main_address)}:*"
         own: list[str] = []
         if num_processes is None:
             self._server = Server(f"{here}{rank}" if on_one_host else here, self.keys)
-            self._thread = threading.Thread(target=self._server.run, name="parameter-server", daemon=True)
-            self._thread.start()
+            self._start_thread(self._server.run, "parameter-server")
             own = [self._server.endpoint]
         elif rank == 0:
             self._processes = [
-                self._start(f"{here}{number}" if on_one_host else here) for number in range(num_processes)
+                self._start(number, f"{here}{number}" if on_one_host else here) for number in range(num_processes)
             ]
-            own = [process.stdout.readline().strip() for process in self._processes if process.stdout is not None]
+            own = [_address_of(process) for process in self._processes]
             if not all(own):
                 self.close()
                 raise RuntimeError("A server process ended before it listened; its own error message says why.")
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, own)
         self.endpoints: list[str] = [endpoint for each in everywhere for endpoint in each]
+        if self._processes and survives:
+            self._start_thread(self._watch, "parameter-server-watch")
+
+    @property
+    def processes(self) -> list[int]:
+        """The server processes that this rank has started."""
+        return [process.pid for process in self._processes]
 
     def close(self) -> None:
         """Ends this rank's servers."""
+        self._closed.set()
         if self._server is not None:
             self._server.close()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
         for process in self._processes:
             process.communicate()  # ends its input, and so the server
-        shutil.rmtree(self._folder, ignore_errors=True)  # by every rank: the first one may have been killed
+        # By the first rank, or by others if that was killed.
+        if self._lock is not None or _lock(self._folder, "r+") is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # others may remove their sockets meanwhile
 
-    def _start(self, endpoint: str) -> subprocess.Popen[str]:
+    def _start(self, number: int, endpoint: str) -> subprocess.Popen[str]:
         """A server that ends when this process does, however that ends."""
         command = [sys.executable, "-m", "lit_parallel.parameter_server", "--bind", endpoint, "--end-with-input"]
         if self.keys is not None:
             file = Path(self._folder, "keys.json")  # in a folder that only its owner may enter
             file.write_text(self.keys.to_json())
             command += ["--keys", str(file)]
+        if self._survives:
+            command += ["--snapshot", str(Path(self._folder, f"{number}.snapshot"))]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
+    def _watch(self) -> None:
+        """Starts servers again that have ended."""
+        started = [time.monotonic()] * len(self._processes)
+        while not self._closed.wait(_WATCH_SECONDS):
+            for number, process in enumerate(self._processes):
+                if process.poll() is None or time.monotonic() - started[number] < _RESTART_SECONDS:
+                    continue
+                log.warning(
+                    "Server %d ended with exit code %d; it is started again from its snapshot.",
+                    number,
+                    process.returncode,
+                )
+                process.communicate()
+                self._processes[number] = self._start(number, self.endpoints[number])
+                _address_of(self._processes[number])
+                started[number] = time.monotonic()
 
-def _address() -> str:
-    """This host's address, as its name resolves."""
-    return socket.gethostbyname(socket.gethostname())
+    def _start_thread(self, target: Any, name: str) -> None:
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
+
+
+def _lock(folder: str, mode: str) -> IO[str] | None:
+    """A lock that the first rank holds as long as it lives; None if it does, or has removed the folder."""
+    try:
+        file = open(Path(folder, "lock"), mode)  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def _address_of(server: subprocess.Popen[str]) -> str:
+    """What a server process prints once it listens; "" if it has ended before."""
+    assert server.stdout is not None
+    return server.stdout.readline().strip()
+
+
+def _address_towards(host: str) -> str:
+    """This host's address in the network in which another host is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])

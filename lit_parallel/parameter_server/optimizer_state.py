@@ -11,6 +11,21 @@ from torch import Tensor
 
 from lit_parallel.parameter_server.partition import Piece
 
+#: Optimizers that treat every element by itself, so that a shard can be updated alone.
+ELEMENT_WISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
 #: By key or piece: name and value, as torch's optimizers keep it for a parameter.
 State = dict[str, Any]
 Fill = Callable[[int, Tensor, Tensor], None]

@@ -5,33 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_parallel.parameter_server.average import average_into
 from lit_parallel.parameter_server.optimizer_state import cut_state, gather_state, in_memory_order
 from lit_parallel.parameter_server.partition import plan_shards
 from lit_parallel.transports import NoRoomError, SharedMemoryTransport
-
-#: Optimizers that treat every element by itself, so that a shard can be updated alone.
-ELEMENT_WISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-#: Elements that are averaged at a time: they stay in the innermost caches.
-_BLOCK = 1 << 15
-_FULL_PRECISION_BYTES = 4
 
 
 class SharedWeights:
@@ -82,17 +64,12 @@ class SharedWeights:
 
     def average_gradients(self) -> None:
         """Gives this rank's pieces the mean of all ranks' gradients, once all ranks have theirs."""
-        world_size = self._transport.world_size
-        for own, *_ in self._buckets.values():
-            if own.itemsize < _FULL_PRECISION_BYTES:
-                own.mul_(1 / world_size)  # sums of half precision could overflow before they are scaled
         self._transport.barrier()
         for piece, tensor in self._pieces.items():
             gradient = self._parameters[piece.key].grad
             if gradient is not None:  # else no rank has used the parameter
                 tensor.grad = own = in_memory_order(gradient)[piece.start : piece.stop]
-                if world_size > 1:
-                    _average(own, self._peers_of(own))
+                average_into(own, self._peers_of(own), self._transport.world_size)
 
     def finish_step(self) -> None:
         """Forgets the gradients, and blocks until all ranks have updated their shards."""
@@ -172,18 +149,3 @@ class SharedWeights:
             {**group, "params": list(range(first, first + length))}
             for group, first, length in zip(groups, firsts, lengths, strict=True)
         ]
-
-
-def _average(own: Tensor, peers: list[Tensor]) -> None:
-    """Adds the peers' values and divides, block by block: one pass over memory."""
-    if own.itemsize < _FULL_PRECISION_BYTES:
-        for theirs in peers:
-            own += theirs
-        return
-    target, sources, scale = own.numpy(), [theirs.numpy() for theirs in peers], 1 / (1 + len(peers))
-    with np.errstate(all="ignore"):  # infinite gradients are no news
-        for start in range(0, len(target), _BLOCK):
-            block = target[start : start + _BLOCK]
-            for source in sources:
-                block += source[start : start + _BLOCK]
-            block *= scale

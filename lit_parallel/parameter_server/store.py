@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from lit_parallel.parameter_server.average import average_into
 
 #: Takes the gradients of some keys (by number), and the options of each parameter group, and changes the values.
 Update = Callable[[Mapping[int, Tensor], list[dict[str, object]]], None]
@@ -30,10 +31,25 @@ class Pull:
     staleness: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeldNorm:
+    """The norm of a mean gradient that was held, or still is.
+
+    Attributes:
+        clock: Of the workers that pushed it.
+        square: Sum of squares, in float64.
+        version: Of the store at that time.
+    """
+
+    clock: int
+    square: float
+    version: int
+
+
 class Store:
     """The values of one server and the clock of each worker.
 
-    A worker's clock counts its pushes since it entered; all W workers are in from the start. A pull may proceed while
+    A worker's clock counts its pushes; all W workers are in from the start. A pull may proceed while
     the worker is at most `staleness` pushes ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
     With 0 all workers move in step: their gradients are averaged, in the order of their ranks, and applied as one
     update. Otherwise each push is an update of its own, with 1/W of its gradient, so that W pushes go as far as their
@@ -53,20 +69,31 @@ class Store:
         self._num_workers, self._update = num_workers, update
         self._waiting: dict[int, dict[int, Tensor]] = {}  # gradients of the workers that have pushed, in step
         self._options: list[dict[str, object]] = []  # for their update
+        self._hold = False
+        self._held: dict[int, Tensor] | None = None
+        self.norm = HeldNorm(0, 0.0, 0)
 
     def is_new(self, worker: int, clock: int) -> bool:
         """Whether a push has not been counted yet.
 
         Raises:
-            RefusedError: There is no such worker, or a push before this one is missing.
+            RefusedError: The worker is not in, or a push before this one is missing.
         """
         if worker not in self.clocks:
-            raise RefusedError(f"there is no worker {worker}")
+            raise RefusedError(f"worker {worker} is not in: it has left, or was taken for dead")
         if clock > self.clocks[worker] + 1:
             raise RefusedError(f"worker {worker} is at clock {self.clocks[worker]}; {clock} cannot follow")
         return clock > self.clocks[worker]
 
-    def push(self, worker: int, clock: int, gradients: Mapping[int, Tensor], options: list[dict[str, object]]) -> bool:
+    def push(
+        self,
+        worker: int,
+        clock: int,
+        gradients: Mapping[int, Tensor],
+        options: list[dict[str, object]],
+        *,
+        hold: bool = False,
+    ) -> bool:
         """Counts a worker's gradients once, however often they come.
 
         Args:
@@ -75,6 +102,7 @@ class Store:
             gradients: By number of the key; keys without a gradient are left out. They are the store's from now on,
                 until the worker may pull, and are changed.
             options: Of each parameter group, for this update.
+            hold: In step: when all are in, set `norm`, and wait for `release` before the update.
 
         Returns:
             Whether they are new.
@@ -97,9 +125,17 @@ class Store:
                 gradient.div_(self._num_workers)
             self._apply(gradients, options)
         else:
-            self._waiting[worker], self._options = dict(gradients), options
+            self._waiting[worker], self._options, self._hold = dict(gradients), options, hold
             self._apply_when_complete()
         return True
+
+    def release(self, version: int, scale: float) -> None:
+        """Applies the held mean gradient times `scale`, once: only while the store is at `version`."""
+        if self._held is not None and version == self.version:
+            held, self._held = self._held, None
+            for gradient in held.values():
+                gradient.mul_(scale)
+            self._apply(held, self._options)
 
     def leave(self, worker: int) -> None:
         """Nobody waits for the worker any more, until it enters again.
@@ -110,19 +146,28 @@ class Store:
         if self._waiting:
             self._apply_when_complete()
 
-    def enter(self, worker: int) -> None:
-        """Takes the worker in, with its clock at 0; all enter together, when all have left.
+    def enter(self, worker: int, clock: int) -> int:
+        """Takes the worker in, or once more.
+
+        Args:
+            worker: Its rank.
+            clock: Its own; all enter with the same one when all had left.
+
+        Returns:
+            Its clock from now on: not behind the slowest one, so that nobody has to wait for who comes late.
 
         Raises:
             RefusedError: There is no such worker.
         """
         if not 0 <= worker < self._num_workers:
             raise RefusedError(f"there is no worker {worker}")
-        self.clocks[worker] = 0
+        known = self.clocks[worker] if worker in self.clocks else min(self.clocks.values(), default=0)
+        self.clocks[worker] = max(clock, known)
+        return self.clocks[worker]
 
     def may_pull(self, worker: int) -> bool:
         """Whether the worker's pull may proceed now."""
-        return self._staleness_of(worker) <= self.staleness
+        return self._held is None and self._staleness_of(worker) <= self.staleness
 
     def pull(self, worker: int) -> Pull:
         """What to tell with the values; only where `may_pull`."""
@@ -133,18 +178,24 @@ class Store:
 
     def _apply_when_complete(self) -> None:
         if len(self._waiting) >= len(self.clocks):
-            self._apply(self._mean(), self._options)
+            mean = self._mean()
             self._waiting.clear()
+            if self._hold:
+                self._held = mean
+                square = sum(each.double().square().sum().item() for each in mean.values())
+                self.norm = HeldNorm(max(self.clocks.values(), default=0), square, self.version)
+            else:
+                self._apply(mean, self._options)
 
     def _mean(self) -> dict[int, Tensor]:
         """As all-reduce does it: a worker without a gradient counts as zeros, a key without any has none."""
-        mean: dict[int, Tensor] = {}
+        by_key: dict[int, list[Tensor]] = {}
         for worker in sorted(self._waiting):
             for key, gradient in self._waiting[worker].items():
-                mean[key] = mean[key].add_(gradient) if key in mean else gradient
-        for total in mean.values():
-            total.div_(self._num_workers)
-        return mean
+                by_key.setdefault(key, []).append(gradient)
+        for first, *rest in by_key.values():
+            average_into(first, rest, self._num_workers)
+        return {key: first for key, (first, *_) in by_key.items()}
 
     def _apply(self, gradients: Mapping[int, Tensor], options: list[dict[str, object]]) -> None:
         if self._update is not None:
@@ -160,58 +211,3 @@ def check_staleness(staleness: float) -> None:
     """Raises `ValueError` unless this is a number of pushes, or infinite."""
     if not (staleness >= 0 and (math.isinf(staleness) or staleness == int(staleness))):
         raise ValueError(f"staleness={staleness} is not a number of pushes: use 0, 1, 2, ... or math.inf.")
-
-
-class OptimizerUpdate:
-    """A torch optimizer on the values of one server.
-
-    Args:
-        values: As the store's.
-        name: Of an element-wise class of `torch.optim`.
-        groups: For each parameter group its options, and the numbers of its keys under "keys".
-    """
-
-    def __init__(self, values: list[Tensor], name: str, groups: list[dict[str, object]]) -> None:
-        self.parameters = [torch.nn.Parameter(value) for value in values]
-        by_group = [
-            {**{key: value for key, value in group.items() if key != "keys"}, "params": self._of(group["keys"])}
-            for group in groups
-        ]
-        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(by_group)
-
-    def __call__(self, gradients: Mapping[int, Tensor], options: list[dict[str, object]]) -> None:
-        """As `Update` says."""
-        for group, changed in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(changed)
-        for key, parameter in enumerate(self.parameters):
-            parameter.grad = gradients.get(key)
-        self.optimizer.step()
-
-    def check(self, options: object) -> None:
-        """Makes sure that options can be applied, before anything is.
-
-        Raises:
-            RefusedError: They are not those of the optimizer's groups.
-        """
-        groups = self.optimizer.param_groups
-        if not isinstance(options, list) or len(options) != len(groups):
-            raise RefusedError(f"'options' must be a list of {len(groups)} groups")
-        for group, changed in zip(groups, options, strict=True):
-            if not isinstance(changed, dict):
-                raise RefusedError("the options of a group must be an object")
-            for name, value in changed.items():
-                if name == "params" or name not in group or not _is_like(value, group[name]):
-                    raise RefusedError(f"the optimizer cannot have the option {name}={value!r}")
-
-    def _of(self, keys: object) -> list[torch.nn.Parameter]:
-        assert isinstance(keys, list)
-        return [self.parameters[key] for key in keys]
-
-
-def _is_like(value: object, known: object) -> bool:
-    """Whether a value from a message is of the same kind as the one that is known."""
-    if isinstance(known, (list, tuple)):
-        return isinstance(value, list) and len(value) == len(known) and all(map(_is_like, value, known))
-    if value is None or known is None:  # switches of the implementation, such as `foreach`
-        return value is None or isinstance(value, (bool, str))
-    return isinstance(value, type(known)) or (isinstance(value, (int, float)) and isinstance(known, (int, float)))

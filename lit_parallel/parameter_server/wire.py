@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -85,6 +86,18 @@ def integer(header: dict[str, Any], name: str) -> int:
     if type(value) is not int:
         raise RefusedError(f"{name!r} must be a whole number")
     return value
+
+
+def number(header: dict[str, Any], name: str) -> float:
+    """A finite number of the header.
+
+    Raises:
+        RefusedError: It is missing, or something else.
+    """
+    value = header.get(name)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RefusedError(f"{name!r} must be a finite number")
+    return float(value)
 
 
 def integers(header: dict[str, Any], name: str) -> list[int]:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_parallel.parameter_server.client import Client, Pulled, plain_options
+from lit_parallel.parameter_server.elastic_group import BACKEND, ElasticGroup, elastic_group, register
 from lit_parallel.parameter_server.hosted_servers import HostedServers
 from lit_parallel.parameter_server.optimizer_state import State
 from lit_parallel.parameter_server.store import check_staleness
+from lit_parallel.parameter_server.wire import CurveKeys
 from lit_parallel.strategies.parameter_server import why_not_cut, why_not_served
 
 Place = Literal["server", "worker"]
@@ -30,16 +38,23 @@ _NUM_KEPT_PULLS = 10_000
 class PushPullStrategy(DDPStrategy):
     """Parameter servers that workers talk to by messages.
 
-    After each backward a worker pushes its gradients and pulls the new weights, as soon as it is at most `staleness`
+    In backward a worker pushes its gradients, and then pulls the new weights, as soon as it is at most `staleness`
     pushes ahead of the slowest worker. Validation, checkpoints and the end of training see one version on all ranks.
 
     The servers run the module's own optimizer; learning rates and other options are the worker's, so that schedulers
-    work as ever. Clipping by value is exact; by norm it is by the norm of the worker's own gradient.
+    work as ever. Clipping by value is exact; by norm it is so with `staleness=0`, and else by the norm of the worker's
+    own gradient.
+
+    With `staleness` above 0 and servers that are not in the workers' processes, training survives: it goes on without
+    a worker that ends (but for the first rank), takes in one that is started again at the next epoch, and goes on with
+    a server process that ended and was started again from its snapshot.
 
     Args:
         staleness: 0: all move in step, and gradients are averaged; a number: bounded (Ho et al. 2013); infinite:
             asynchronous. Above 0 each push is an update with 1/P of its gradient.
-        servers: How many processes of their own serve, started on the first rank's host; None: a thread in each rank.
+        servers: How many processes of their own serve, started on the first rank's host; or the addresses of servers
+            started by hand; None: a thread in each rank.
+        server_keys: File with the keys of servers at tcp addresses.
         update_on: "server"; or "worker", in step only: servers average gradients, and each rank updates its copy.
         options: As in Lightning's DDPStrategy.
 
@@ -51,25 +66,60 @@ class PushPullStrategy(DDPStrategy):
         self,
         *,
         staleness: float = math.inf,
-        servers: int | None = None,
+        servers: int | Sequence[str] | None = None,
+        server_keys: str | Path | None = None,
         update_on: Place = "server",
         **options: Any,
     ) -> None:
         check_staleness(staleness)
-        if servers is not None and servers < 1:
+        if isinstance(servers, str):
+            raise ValueError(f"servers={servers!r}: give a list of addresses, or a number.")
+        if servers is not None and (servers if isinstance(servers, int) else len(servers)) < 1:
             raise ValueError(f"servers={servers}: there must be at least one, or None for one in each rank.")
         if update_on not in get_args(Place):
             raise ValueError(f"Unknown update_on={update_on!r}; choose one of {', '.join(get_args(Place))}.")
         if update_on == "worker" and staleness > 0:
             raise ValueError("update_on='worker' needs staleness=0: otherwise no two workers would have equal weights.")
-        super().__init__(**options)
         self.staleness, self.servers, self.update_on = staleness, servers, update_on
+        self._server_keys = _read_keys(servers, server_keys)
+        self._may_survive = staleness > 0 and servers is not None and options.get("start_method", "popen") == "popen"
+        if self._may_survive:
+            register()
+            options = {"process_group_backend": BACKEND, **options}
+        super().__init__(**options)
         #: What this rank's last pulls of this training have brought.
         self.pulls: deque[Pulled] = deque(maxlen=_NUM_KEPT_PULLS)
         self._client: Client | None = None
         self._hosted: HostedServers | None = None
+        self._group: ElasticGroup | None = None
+        self._welcome: dict[str, Any] | None = None  # what a rank that has come back was told, until it is in
+        self._is_welcoming = self._is_last_backward = False
+        self._max_norm: float | None = None
         self._names: dict[nn.Parameter, str] = {}
+        self._hooks: list[Any] = []
         self._last_state: dict[str, State] = {}
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._may_survive:
+            assert self.cluster_environment is not None
+            self._launcher = _SurvivingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # None too where the process group was made before, by whoever started the ranks.
+        self._group = elastic_group() if self._may_survive else None
+        if self._group is not None and self._group.is_alone:
+            self._welcome = torch.load(io.BytesIO(self._group.join()), weights_only=False)
+            # As though it had been given as `ckpt_path`.
+            self._module.trainer._checkpoint_connector._loaded_checkpoint = self._welcome["checkpoint"]
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # Before it is in, a rank that has come back has only itself to ask.
+        return obj if self._welcome is not None else super().broadcast(obj, src)
 
     @override
     def configure_ddp(self) -> None:
@@ -82,19 +132,50 @@ class PushPullStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         self._check_optimizers()
         self._names = {parameter: name for name, parameter in self._module.named_parameters()}
-        self._hosted = HostedServers(self.servers, on_one_host=self.num_nodes == 1)
-        self._client = Client(self._hosted.endpoints, dist.get_rank(), self._served(), self._hosted.keys)
+        addresses, keys = self._find_servers()
+        self._client = Client(
+            addresses,
+            self.global_rank,
+            self._served(),
+            keys,
+            check_hope=None if self._group is None else self._group.check,
+            life=1 if self._group is None else self._group.life,
+        )
         self.pulls.clear()
-        self._give_weights()
-        if self.staleness > 0:
-            # Lightning's loop broadcasts in every batch, which would keep all ranks at one pace.
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: _end_on_own_signal(trainer)  # type: ignore[method-assign]
+        if self._welcome is None:
+            self._give_weights()
+        # Lightning's loop broadcasts in every batch, which would keep all ranks at one pace.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: _end_on_own_signal(trainer)  # type: ignore[method-assign]
+        if self.staleness == 0:
+            self.precision_plugin.clip_grad_by_norm = self._note_max_norm  # type: ignore[method-assign]
+        if trainer.gradient_clip_val is None:  # else gradients still change after backward
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._push_early)
+                for group in self.optimizers[0].param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            ]
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         if self._client is not None:
             self._give_weights()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx > 0 or self._group is None:
+            return
+        assert self._client is not None
+        if self._welcome is None:
+            self._agree()
+            self._group.admit(self._make_welcome)
+        else:
+            self._group.enter()
+            self._client.enter(self._welcome["clock"])
+            self._move_weights()
+            self._client.pull(self._served())
+            self._welcome = None
 
     @override
     def optimizer_step(
@@ -104,7 +185,7 @@ class PushPullStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        served = _ServedOptimizer(optimizer, self._exchange)
+        served = _ServedOptimizer(optimizer, self._pushing_early, self._exchange)
         return super().optimizer_step(served, closure, model, **kwargs)  # type: ignore[arg-type]
 
     @override
@@ -121,7 +202,8 @@ class PushPullStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._agree()
+        if not self._is_welcoming:
+            self._agree()
         return super().lightning_module_state_dict()
 
     @override
@@ -131,6 +213,8 @@ class PushPullStrategy(DDPStrategy):
         if not self.is_global_zero:
             return {}
         whole = optimizer.state_dict()
+        if self._is_welcoming:
+            return whole
         state = self._last_state if self._client is None else self._client.optimizer_state()
         keys = [self._names[each] for group in optimizer.param_groups for each in group["params"]]
         return {**whole, "state": {keys.index(name): values for name, values in state.items()}}
@@ -152,7 +236,13 @@ class PushPullStrategy(DDPStrategy):
     def teardown(self) -> None:
         client, self._client = self._client, None
         hosted, self._hosted = self._hosted, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         if client is not None:
+            for parameter in self._names:
+                parameter.data = parameter.data.clone()  # its own memory again
             client.close()
         if hosted is not None:
             hosted.close()
@@ -168,6 +258,21 @@ class PushPullStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    def _find_servers(self) -> tuple[Sequence[str], CurveKeys | None]:
+        """Addresses and keys of the servers, which are started unless they were by hand."""
+        if self._welcome is not None:
+            return self._welcome["servers"]  # type: ignore[no-any-return]
+        if isinstance(self.servers, Sequence):
+            return self.servers, self._server_keys
+        assert self.cluster_environment is not None
+        self._hosted = HostedServers(
+            self.servers,
+            on_one_host=self.num_nodes == 1,
+            main_address=self.cluster_environment.main_address,
+            survives=self._group is not None,
+        )
+        return self._hosted.endpoints, self._hosted.keys
+
     def _give_weights(self) -> None:
         """Lets the servers begin with the first rank's weights; all ranks call it."""
         assert self._client is not None
@@ -176,38 +281,95 @@ class PushPullStrategy(DDPStrategy):
             served = self.optimizers[0] if self.update_on == "server" else None
             self._client.init(dist.get_world_size(), self.staleness, served, self._names)
         dist.barrier()
-        self._client.enter()
+        self._client.enter(0)
+        self._move_weights()
         dist.barrier()
+
+    def _move_weights(self) -> None:
+        """Into the memory in which servers of this host write, so that a pull needs no copy."""
+        assert self._client is not None
+        if self._client.segment is not None and self.update_on == "server":
+            for name, weight in self._served().items():
+                shared = self._client.segment.weights[name]
+                shared.copy_(weight)
+                self._module.get_parameter(name).data = shared
+
+    def _make_welcome(self) -> bytes:
+        """On the first rank: all that a rank needs that has come back."""
+        assert self._client is not None
+        self._is_welcoming = True
+        checkpoint = self._module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._is_welcoming = False
+        servers = (
+            (self.servers, self._server_keys) if self._hosted is None else (self._hosted.endpoints, self._hosted.keys)
+        )
+        buffer = io.BytesIO()
+        torch.save({"checkpoint": checkpoint, "servers": servers, "clock": self._client.clock}, buffer)
+        return buffer.getvalue()
+
+    @contextlib.contextmanager
+    def _pushing_early(self) -> Iterator[None]:
+        """In the backward that is the last before the step, gradients are pushed as soon as they are there."""
+        self._is_last_backward = True
+        try:
+            yield
+        finally:
+            self._is_last_backward = False
+
+    def _push_early(self, parameter: Tensor) -> None:
+        if self._is_last_backward and parameter.grad is not None:
+            assert self._client is not None
+            assert isinstance(parameter, nn.Parameter)
+            self._client.push_part(self._names[parameter], parameter.grad)
+
+    def _note_max_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """In place of Lightning's clipping: it is the mean gradient that has to be clipped."""
+        self._max_norm = float(clip_val)
 
     def _exchange(self, optimizer: Optimizer) -> None:
         """Pushes gradients and pulls weights, or mean gradients."""
         assert self._client is not None
+        max_norm, self._max_norm = self._max_norm, None
         parameters = {self._names[each]: each for group in optimizer.param_groups for each in group["params"]}
         gradients = {name: each.grad for name, each in parameters.items()}
-        self._client.push(gradients, [plain_options(group) for group in optimizer.param_groups])
+        options = [plain_options(group) for group in optimizer.param_groups]
         if self.update_on == "server":
+            self._client.push(gradients, options, max_norm)
             pulled, _ = self._client.pull(self._served())
         else:
+            self._client.push(gradients, options)
             mean = {name: torch.empty_like(each) for name, each in parameters.items()}
             pulled, present = self._client.pull(mean)
             for name, each in parameters.items():
                 each.grad = mean[name] if name in present else None
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(parameters.values(), max_norm)
             optimizer.step()
         self.pulls.append(pulled)
 
     def _agree(self) -> None:
         """Brings all ranks to the servers' newest version, once all have pushed."""
-        if self._client is None:
+        if self._client is None or self._welcome is not None:
             return
         self._client.leave()  # all may have pushed different numbers of times
-        dist.barrier()
+        clock = torch.tensor(self._client.clock)
+        dist.all_reduce(clock, dist.ReduceOp.MAX)
         if self.update_on == "server":
-            self._client.pull(self._served())
+            # More than once only if a server is started again in between, from an older version.
+            while not self._pull_one_version():
+                pass
         for buffer in self._module.buffers():
             dist.broadcast(buffer, 0)
-        dist.barrier()  # nobody enters before all have pulled
-        self._client.enter()
+        self._client.enter(int(clock))
         dist.barrier()  # nobody pushes before all have entered
+
+    def _pull_one_version(self) -> bool:
+        """Whether all ranks have pulled the same; also, nobody enters before all have pulled."""
+        assert self._client is not None
+        versions = torch.tensor(self._client.pull(self._served())[0].versions)
+        extremes = torch.stack([versions, -versions])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        return torch.equal(extremes[0], -extremes[1])
 
     def _served(self) -> dict[str, Tensor]:
         (optimizer,) = self.optimizers
@@ -222,7 +384,7 @@ class PushPullStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise ValueError(f"{name} serves one optimizer, and there are {len(self.optimizers)}; use strategy='ring'.")
         find_problem = why_not_served if self.update_on == "server" else why_not_cut
-        if problem := find_problem(self._module, self.optimizers[0]):
+        if problem := find_problem(self._module, self.optimizers[0]) or _why_not_stepped(self.optimizers[0]):
             raise ValueError(f"{name} cannot serve: {problem}. Use strategy='ring', or change the optimizer.")
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             raise ValueError(f"{name} does not scale losses: use precision='bf16-mixed' in place of '16-mixed'.")
@@ -231,17 +393,59 @@ class PushPullStrategy(DDPStrategy):
 class _ServedOptimizer:
     """The module's optimizer, but its step takes place at the servers."""
 
-    def __init__(self, optimizer: Optimizer, exchange: Callable[[Optimizer], None]) -> None:
-        self._optimizer, self._exchange = optimizer, exchange
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pushing_early: Callable[[], contextlib.AbstractContextManager[None]],
+        exchange: Callable[[Optimizer], None],
+    ) -> None:
+        self._optimizer, self._pushing_early, self._exchange = optimizer, pushing_early, exchange
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
     def step(self, closure: Callable[[], Any]) -> Any:
-        result = closure()
+        with self._pushing_early():
+            result = closure()
         self._exchange(self._optimizer)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return result
+
+
+class _SurvivingLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this host like Lightning's, which would kill all when one ends."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+def _read_keys(servers: int | Sequence[str] | None, file: str | Path | None) -> CurveKeys | None:
+    """The keys of servers that were started by hand.
+
+    Raises:
+        ValueError: They are missing, not needed, or no keys.
+    """
+    needs_keys = isinstance(servers, Sequence) and any(each.startswith("tcp:") for each in servers)
+    if needs_keys != (file is not None):
+        raise ValueError("server_keys is the file of keys of servers at tcp addresses: give both, or neither.")
+    if file is None:
+        return None
+    try:
+        return CurveKeys.from_json(Path(file).read_text())
+    except OSError as error:
+        raise ValueError(f"server_keys={str(file)!r} cannot be read: {error}.") from error
+
+
+def _why_not_stepped(optimizer: Optimizer) -> str:
+    """Why an optimizer cannot make a step with given gradients, or ""."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return f"{type(optimizer).__name__} computes gradients several times in a step"
+    return ""
 
 
 def _end_on_own_signal(trainer: Trainer) -> None:

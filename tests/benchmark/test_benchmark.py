@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lit_parallel.benchmark.report import compare, markdown
 from lit_parallel.schedules import available_algorithms
 
@@ -44,7 +46,7 @@ def test_steps(tmp_path):
     (names,) = measure(tmp_path, "steps", "--models", "mlp", "--steps", "2", "--batch-size", "2", "--rounds", "1")
     assert names[0] == "Lightning, ddp"
     assert names[-1] == "no synchronisation"
-    assert {*available_algorithms(), "ring, overlap", "ring, process group"} < set(names)
+    assert {*available_algorithms(), "ring, overlap", "ring, process group", "ps, 1 server"} < set(names)
 
 
 def test_memory(tmp_path):
@@ -61,8 +63,11 @@ def test_collectives(tmp_path):
 
 
 def test_parameter_server(tmp_path):
-    (names,) = measure(tmp_path, "parameter_server", "--sizes", "4096", "--rounds", "2")
-    assert {"raw ZeroMQ, there and back", "push and pull by message", "torch RPC, there and back"} < set(names)
+    times, counts = measure(tmp_path, "parameter_server", "--sizes", "4000000", "--rounds", "2")
+    assert {"raw ZeroMQ, there and back", "push and pull by message", "torch RPC, there and back"} < set(times)
+    assert counts == ["1 server", "2 servers", "4 servers"]
+    ratios = [row["ratio"] for row in json.loads((tmp_path / "figures.json").read_text())["tables"][1]["rows"]]
+    assert ratios == pytest.approx([1, 1 / 2, 1 / 4], rel=0.01)  # headers are small
 
 
 def test_epoch(tmp_path):

@@ -59,17 +59,26 @@ def weights_of(optimizer_class=torch.optim.SGD, **options):
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_push_and_a_pull_are_a_step_of_the_optimizer(tmp_path, number, secure):
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_push_and_a_pull_are_a_step_of_the_optimizer(tmp_path, monkeypatch, number, secure, parts):
+    monkeypatch.setattr("lit_parallel.parameter_server.client._PART_BYTES", 32)
     keys = CurveKeys.generate() if secure else None
     endpoint = "tcp://127.0.0.1:*" if secure else f"ipc://{tmp_path}/N"
     weights, optimizer, names = weights_of(torch.optim.AdamW)
     start = {name: weight.detach().clone() for name, weight in weights.items()}
     with serving(endpoint, keys, number) as endpoints, connected(endpoints, weights, keys) as client:
         client.init(1, 0, optimizer, names)
+        client.enter(0)
         pulled = {name: torch.empty_like(weight) for name, weight in start.items()}
         for version in (1, 2, 3):
             for weight in weights.values():
                 weight.grad = torch.randn_like(weight)
+            if parts:  # of which one changes again, and one is replaced
+                for name in ("b", "a"):
+                    client.push_part(name, weights[name].grad)
+                weights["a"].grad.mul_(2)
+                if version == 2:
+                    weights["b"].grad = torch.ones_like(weights["b"])
             client.push({name: weight.grad for name, weight in weights.items()}, [{"lr": 0.1 / version}])
             result, present = client.pull(pulled)
             assert (result.version, result.staleness, present) == (version, 0, {"a", "b"})
@@ -131,6 +140,10 @@ def raw(endpoint, keys=None):
         yield socket
 
 
+SHARE = {"op": "share", "worker": 0, "life": 1, "descriptor": 0}
+PUSH = {"op": "push", "worker": 0, "life": 1, "clock": 1, "sent": [], "keys": []}
+
+
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
@@ -138,25 +151,25 @@ def raw(endpoint, keys=None):
         ([b"[1]"], "the header is not a JSON object"),
         ([b"{" * 100_000], "the header is not JSON"),
         ([b" " * 2_000_000], "a header of 2000000 bytes"),
-        (encode({"op": "steal"}), "'op' must be one of init, push, pull"),
-        (encode({"op": ["push"]}), "'op' must be one of init, push, pull"),
-        (encode({"op": "pull", "worker": 7}), "there is no worker 7"),
+        (encode({"op": "steal"}), "'op' must be one of init, enter, leave"),
+        (encode({"op": ["push"]}), "'op' must be one of init, enter, leave"),
+        (encode({"op": "pull", "worker": 7, "life": 1}), "there is no worker 7"),
         (encode({"op": "pull", "worker": "0"}), "'worker' must be a whole number"),
-        (encode({"op": "push", "worker": 0, "clock": 1, "keys": [0, 0]}), "a list of different whole numbers"),
+        (encode({**PUSH, "keys": [0, 0], "options": [{}]}), "a list of different whole numbers"),
+        (encode({**PUSH, "keys": [9], "options": [{}]}), "there are keys 0 to 1, not all of .9."),
+        (encode({**PUSH, "sent": [9], "options": [{}]}, [torch.zeros(3)]), "there are keys 0 to 1, not all of .9."),
+        (encode({**PUSH, "sent": [0, 1], "options": [{}]}, [torch.zeros(3)]), "1 frames for the keys .0, 1."),
+        (encode({**PUSH, "keys": [0], "options": [{}]}), "the gradients of the keys .0. have not come"),
+        (encode({**PUSH, "sent": [0], "options": [{}]}, [torch.zeros(3)]), "12 bytes where 60 belong"),
+        (encode({**PUSH, "options": 3}), "'options' must be a list of 1 groups"),
+        (encode({**PUSH, "options": [{"lr": "high"}]}), "option lr='high'"),
+        (encode({**PUSH, "options": [{"params": []}]}), "option params="),
+        (encode({"op": "release", "version": 0, "scale": math.nan}), "'scale' must be a finite number"),
         (
-            encode({"op": "push", "worker": 0, "clock": 1, "keys": [9]}),
-            "0 frames for the keys .9.; there are keys 0 to 1",
+            encode({**SHARE, "pid": 2**70, "offsets": []}),
+            "OverflowError|Error",
         ),
-        (
-            encode({"op": "push", "worker": 0, "clock": 1, "keys": [0], "options": [{}]}, [torch.zeros(3)]),
-            "12 bytes where 60 belong",
-        ),
-        (
-            encode({"op": "push", "worker": 0, "clock": 1, "keys": [], "options": 3}),
-            "'options' must be a list of 1 groups",
-        ),
-        (encode({"op": "push", "worker": 0, "clock": 1, "keys": [], "options": [{"lr": "high"}]}), "option lr='high'"),
-        (encode({"op": "push", "worker": 0, "clock": 1, "keys": [], "options": [{"params": []}]}), "option params="),
+        (encode({**SHARE, "pid": os.getpid(), "offsets": []}), "Error"),
         (encode({"op": "load", "state": [{"a": {"frame": 3, "dtype": "float32"}}]}), "IndexError"),
         (encode({"op": "init", "num_workers": 10**12, "lengths": [], "dtypes": []}), "'num_workers' must be from 1"),
         (
@@ -190,7 +203,7 @@ def test_a_refused_push_ends_the_workers_pull_with_the_reason(tmp_path):
     with serving(f"ipc://{tmp_path}/N") as endpoints, connected(endpoints, weights, worker=5) as client:
         client.init(2, 0, optimizer, names)
         client.push({name: weight.detach() for name, weight in weights.items()}, [{}])
-        with pytest.raises(TransportError, match="Server 0 at ipc.*there is no worker 5"):
+        with pytest.raises(TransportError, match="The server at ipc.*there is no worker 5"):
             client.pull({name: weight.detach() for name, weight in weights.items()})
 
 
@@ -224,7 +237,7 @@ def test_noise_neither_ends_nor_swells_a_server(tmp_path):
         for _ in range(10):
             with sockets.create_connection((host, int(port))) as plain, contextlib.suppress(OSError):
                 plain.sendall(noise.randbytes(100_000))
-        header = b'{"op": "push", "worker": 0, "clock": 2, "keys": [0, 1], "options": [{}]}'
+        header = json.dumps({**PUSH, "clock": 2, "keys": [0, 1], "sent": [0, 1], "options": [{}]}).encode()
         payload = [bytes(60), bytes(28)]
         held = []
         with raw(endpoints[0], keys) as socket:
@@ -239,7 +252,7 @@ def test_noise_neither_ends_nor_swells_a_server(tmp_path):
                 if number % 1000 == 0:
                     held.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
             socket.send_multipart(encode({"op": "ping"}))
-            while json.loads(socket.recv_multipart()[0]) != {"op": "ping"}:
+            while "error" in json.loads(socket.recv_multipart()[0]):
                 pass  # until all have been served
             held.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         assert held[-1] - held[2] < 10_000  # kilobytes
@@ -252,7 +265,7 @@ def test_noise_neither_ends_nor_swells_a_server(tmp_path):
 def test_a_silent_server_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("lit_parallel.parameter_server.client._SILENCE_SECONDS", 1.5)
     weights, *_ = weights_of()
-    message = "Worker 0: server 0 at ipc://.*/nobody has not answered"
+    message = "Worker 0: the server at ipc://.*/nobody has not answered"
     with connected([f"ipc://{tmp_path}/nobody"], weights) as client, pytest.raises(TransportError, match=message):
         client.pull({name: weight.detach() for name, weight in weights.items()})
 
@@ -282,3 +295,79 @@ def test_a_server_by_hand(tmp_path, monkeypatch, capsys):
         client.pull({name: weight.detach() for name, weight in weights.items()})
     server.communicate()
     assert server.returncode == 0
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_server_started_again_goes_on_from_its_snapshot(tmp_path, monkeypatch, secure, counted):
+    """The push that it did not answer is counted once, whether the snapshot has it or not."""
+    monkeypatch.setattr("lit_parallel.parameter_server.server._SNAPSHOT_SECONDS", 0)
+    keys = CurveKeys.generate() if secure else None
+    weights, optimizer, names = weights_of(torch.optim.SGD, momentum=0.5)
+    snapshot = tmp_path / "snapshot"
+    endpoint = "tcp://127.0.0.1:*" if secure else f"ipc://{tmp_path}/0"
+    pulled = {name: weight.detach().clone() for name, weight in weights.items()}
+    with contextlib.ExitStack() as stack:
+        server = Server(endpoint, keys, snapshot)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        client = Client([server.endpoint], 0, weights, keys, check_hope=lambda: None)
+        stack.callback(client.close)
+        client.init(2, math.inf, optimizer, names)
+        client.enter(0)
+        for step in range(1, 4):
+            for weight in weights.values():
+                weight.grad = torch.randn_like(weight)
+            gradients = {name: weight.grad for name, weight in weights.items()}
+            if step == 3 and not counted:
+                server.close()
+                thread.join()
+            client.push(gradients, [{"lr": 0.1}])
+            if step == 3:
+                while counted and torch.load(snapshot)["version"] < 3:
+                    threading.Event().wait(0.05)
+                server.close()
+                thread.join()
+                server = Server(server.endpoint, keys, snapshot)
+                thread = threading.Thread(target=server.run)
+                thread.start()
+            assert client.pull(pulled)[0].version == step
+            for weight in weights.values():
+                weight.grad.div_(2)  # each push counts 1/2
+            optimizer.step()
+        client.push({}, [{"lr": 0.1}])  # and on
+        assert client.pull(pulled)[0].version == 4
+        for weight in weights.values():
+            weight.grad.zero_()
+        server.close()
+        thread.join()
+    for name, weight in weights.items():
+        torch.testing.assert_close(pulled[name], weight.detach())
+
+
+def test_workers_in_step_do_not_go_on_with_a_server_started_again(tmp_path):
+    weights, optimizer, names = weights_of()
+    with connected([f"ipc://{tmp_path}/0"], weights) as client:
+        for number in range(2):
+            with serving(f"ipc://{tmp_path}/N"):
+                if number == 0:
+                    client.init(1, 0, optimizer, names)
+                    client.enter(0)
+                else:
+                    with pytest.raises(TransportError, match="has been started again.*Resume training from a checkp"):
+                        client.pull({name: weight.detach() for name, weight in weights.items()})
+
+
+def test_who_was_started_again_is_not_taken_for_who_was_before(tmp_path):
+    weights, optimizer, names = weights_of()
+    gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    with serving(f"ipc://{tmp_path}/N") as endpoints, connected(endpoints, weights) as old:
+        old.init(1, math.inf, optimizer, names)
+        old.enter(0)
+        new = Client(endpoints, 0, weights, life=2)
+        new.enter(0)
+        old.push(gradients, [{}])
+        with pytest.raises(TransportError, match="worker 0 was taken for dead, and has been started again"):
+            old.pull({name: weight.detach() for name, weight in weights.items()})
+        assert new.pull({name: torch.empty_like(weight) for name, weight in weights.items()})[0].version == 0
+        new.close()

@@ -81,10 +81,39 @@ def test_nobody_waits_for_who_has_left():
         store.leave(worker)
         assert store.may_pull(worker)
     for worker in range(3):
-        store.enter(worker)
-    assert set(store.clocks.values()) == {0}
+        assert store.enter(worker, 7) == 7
+    assert set(store.clocks.values()) == {7}
     with pytest.raises(RefusedError, match="there is no worker 3"):
-        store.enter(3)
+        store.enter(3, 7)
+
+
+def test_who_comes_late_holds_up_nobody():
+    store = make_store(3, 2)
+    store.leave(2)
+    for clock in (1, 2, 3):
+        for worker in (0, 1):
+            store.push(worker, clock, gradient(worker, clock), [])
+    store.push(1, 4, gradient(1, 4), [])
+    assert store.enter(2, 0) == 3  # with the slowest
+    assert store.may_pull(1)
+    assert store.enter(2, 5) == 5
+    assert store.enter(2, 4) == 5  # said again by a worker that cannot know what was counted
+
+
+def test_held_gradients_wait_for_their_scale():
+    store = make_store(2, 0)
+    for worker in (1, 0):
+        assert store.norm.clock == 0
+        store.push(worker, 1, gradient(worker, 1), [], hold=True)
+    mean = (gradient(0, 1)[0] + gradient(1, 1)[0]) / 2
+    assert not store.may_pull(0)
+    assert (store.norm.clock, store.norm.version) == (1, 0)
+    assert store.norm.square == pytest.approx(mean.double().square().sum().item() + 1)
+    for version in (1, 0, 0):  # for another version, and twice: without effect
+        store.release(version, 0.5)
+    assert store.may_pull(0)
+    assert store.version == 1
+    torch.testing.assert_close(store.values[0], -mean / 2)
 
 
 def test_without_update_values_are_means_of_what_is_there():
@@ -99,7 +128,7 @@ def test_without_update_values_are_means_of_what_is_there():
 @pytest.mark.parametrize(
     ("worker", "clock", "gradients", "message"),
     [
-        (2, 1, {}, "there is no worker 2"),
+        (2, 1, {}, "worker 2 is not in: it has left, or was taken for dead"),
         (0, 2, {}, "worker 0 is at clock 0; 2 cannot follow"),
         (0, 1, {5: torch.zeros(3)}, "there is no key 5"),
         (0, 1, {0: torch.zeros(4)}, "key 0 has 3 elements of torch.float32"),

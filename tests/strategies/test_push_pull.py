@@ -6,6 +6,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_parallel import PushPullStrategy
+from lit_parallel.parameter_server.wire import CurveKeys
 from lit_parallel.testing import RankFailure, RanksError, run_ranks
 from tests.strategies.fits import QUIET, Plain, TwoOptimizers, dataset, fit
 from tests.strategies.test_parameter_server import OPTIMIZERS, Foreign, Lbfgs, scenario_of
@@ -42,7 +45,7 @@ def assert_like_one_device(by_rank, scenarios):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_in_step_weights_equal_training_on_one_device(world_size):
-    scenarios, placements = [*OPTIMIZERS, "accumulation"], [{}, {"update_on": "worker"}]
+    scenarios, placements = [*OPTIMIZERS, "accumulation", "clipping"], [{}, {"update_on": "worker"}]
     assert_like_one_device(run_ranks(fit_all, world_size, world_size, scenarios, placements, DOUBLE), scenarios)
 
 
@@ -51,10 +54,34 @@ def test_with_servers_of_their_own_too():
     assert_like_one_device(run_ranks(fit_all, 2, 2, ["adamw"], placements, DOUBLE), ["adamw"])
 
 
+def fit_on_two_nodes():
+    os.environ.update(NODE_RANK=os.environ["LOCAL_RANK"], LOCAL_RANK="0")
+    return fit_all(1, ["adamw"], [{}, {"servers": 2}], {**DOUBLE, "num_nodes": 2})
+
+
+def test_with_servers_on_several_hosts_too():
+    """Two nodes in name; their messages go through the network, encrypted."""
+    assert_like_one_device(run_ranks(fit_on_two_nodes, 2), ["adamw"])
+
+
+def test_with_servers_by_hand_too(tmp_path):
+    keys = tmp_path / "keys.json"
+    keys.write_text(CurveKeys.generate().to_json())
+    command = [sys.executable, "-m", "lit_parallel.parameter_server", "--bind", "tcp://127.0.0.1:*", "--keys", keys]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    servers = [subprocess.Popen([*command, "--end-with-input"], **pipes) for _ in range(2)]
+    addresses = [server.stdout.readline().strip() for server in servers]
+    placements = [{"servers": addresses, "server_keys": keys}, {"servers": addresses[1:], "server_keys": keys}]
+    assert_like_one_device(run_ranks(fit_all, 2, 2, ["momentum"], placements, DOUBLE), ["momentum"])
+    for server in servers:
+        server.communicate()
+        assert server.returncode == 0
+
+
 def fit_beside_ddp(scenarios):
-    return {scenario: fit("ddp", 2, scenario) for scenario in scenarios}, fit_all(
-        2, scenarios, [{}, {"update_on": "worker"}], {}
-    )
+    placements = [{}, {"update_on": "worker"}]
+    results = fit_all(2, scenarios, placements, {}) | fit_all(2, ["clipping"], placements[1:], {})
+    return {scenario: fit("ddp", 2, scenario) for scenario in [*scenarios, "clipping"]}, results
 
 
 def test_two_ranks_in_step_give_the_bits_of_ddp():
@@ -153,8 +180,7 @@ class Killed(Plain):
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 2 and self.global_rank == (1 if self.what == "worker" else 0):
-            processes = self.trainer.strategy._hosted._processes
-            for pid in [os.getpid()] if self.what == "worker" else [each.pid for each in processes]:
+            for pid in [os.getpid()] if self.what == "worker" else self.trainer.strategy._hosted.processes:
                 os.kill(pid, signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
@@ -168,8 +194,8 @@ def train_killed(what, servers):
     ("what", "servers", "message"),
     [
         ("worker", 1, "worker 1 has not been heard for 5 seconds; it has ended or failed"),
-        ("worker", None, "server 1 at ipc://.* has not answered for 5 seconds|worker 1 has not been heard"),
-        ("server", 2, "server 0 at ipc://.* has not answered for 5 seconds"),
+        ("worker", None, "the server at ipc://.*/1 has not answered for 5 seconds|worker 1 has not been heard"),
+        ("server", 2, "the server at ipc://.*/0 has not answered for 5 seconds"),
     ],
 )
 def test_whoever_is_killed_is_named(what, servers, message):
@@ -196,9 +222,16 @@ def test_what_servers_cannot_do_is_refused(module, message):
         run_ranks(train_module, 2, module, {})
 
 
-def test_workers_that_update_have_parameters_of_the_module():
-    with pytest.raises(RanksError, match="a parameter of shape .2, 3. that is not the module's"):
-        run_ranks(train_module, 2, Foreign, {"staleness": 0, "update_on": "worker"})
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Foreign, "a parameter of shape .2, 3. that is not the module's"),
+        (Lbfgs, "LBFGS computes gradients several times in a step"),
+    ],
+)
+def test_what_workers_cannot_do_is_refused(module, message):
+    with pytest.raises(RanksError, match=message):
+        run_ranks(train_module, 2, module, {"staleness": 0, "update_on": "worker"})
 
 
 @pytest.mark.parametrize(
@@ -206,6 +239,11 @@ def test_workers_that_update_have_parameters_of_the_module():
     [
         ({"staleness": -1}, "staleness=-1 is not a number of pushes"),
         ({"servers": 0}, "servers=0: there must be at least one"),
+        ({"servers": []}, "servers=..: there must be at least one"),
+        ({"servers": "tcp://a:1"}, "servers='tcp://a:1': give a list of addresses"),
+        ({"servers": ["tcp://a:1"]}, "server_keys is the file of keys of servers at tcp addresses"),
+        ({"servers": 2, "server_keys": "keys.json"}, "server_keys is the file of keys of servers at tcp addresses"),
+        ({"servers": ["tcp://a:1"], "server_keys": "/none"}, "server_keys='/none' cannot be read"),
         ({"update_on": "root"}, "Unknown update_on='root'; choose one of server, worker"),
         ({"update_on": "worker"}, "update_on='worker' needs staleness=0"),
     ],
