@@ -61,9 +61,8 @@ def _time(sizes: Sequence[int], rounds: int) -> dict[int, Seconds]:
         for kind, transport in transports.items():
             for name in available_algorithms():
                 schedule = get_algorithm(name).make_schedule(transport.world_size)
-                own = torch.ones(size // 4) if kind == "shared memory" else tensor
-                contenders[f"{name}, {kind}"] = lambda transport=transport, schedule=schedule, own=own: transport.run(  # type: ignore[misc]
-                    schedule, own
+                contenders[f"{name}, {kind}"] = lambda transport=transport, schedule=schedule, tensor=tensor: (  # type: ignore[misc]
+                    transport.run(schedule, tensor)
                 )
         repeats = max(1, min(30, 20_000_000 // size))  # the ranks leave a barrier at different times
         seconds[size] = {name: [] for name in contenders}

@@ -18,18 +18,14 @@ import zmq
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_parallel.parameter_server.connection import Answer, Connection, RefusalError, connect
 from lit_parallel.parameter_server.optimizer_state import State, cut_state, in_memory_order, merge_state
 from lit_parallel.parameter_server.partition import Piece, plan_shards
 from lit_parallel.parameter_server.segment import Segment
-from lit_parallel.parameter_server.wire import CurveKeys, copy_into, decode_header, encode, pack_state, unpack_state
-from lit_parallel.transports import TransportError
+from lit_parallel.parameter_server.wire import CurveKeys, copy_into, encode, pack_state, unpack_state
 
 log = logging.getLogger(__name__)
-#: A server that answers nothing for so long, not even a ping, is taken for dead.
-_SILENCE_SECONDS = 5.0
-#: How long workers that survive wait for a server to come back.
-_COMEBACK_SECONDS = 60.0
-_PING_SECONDS = 1.0
+_BEAT_SECONDS = 1.0
 #: Gradients that are sent together before backward is over.
 _PART_BYTES = 4 << 20
 
@@ -49,37 +45,6 @@ class Pulled:
     versions: tuple[int, ...]
     staleness: int
     seconds: float
-
-
-class _RefusalError(TransportError):
-    """A server has refused a message."""
-
-
-class _Connection:
-    """To one server.
-
-    Attributes:
-        address: Of the server.
-        pieces: That it holds, by number of the key.
-        socket: To it.
-        is_shared: Whether it has mapped this worker's segment.
-        server: Which process answered last.
-        ask: Number of the last question.
-        since: Answers to questions before this one are too late.
-        pending: What to say again if the server is started again.
-    """
-
-    def __init__(self, address: str, pieces: tuple[Piece, ...], socket: zmq.Socket[bytes]) -> None:
-        self.address, self.pieces, self.socket = address, pieces, socket
-        self.is_shared = False
-        self.server: str | None = None
-        self.ask = self.since = 0
-        self.pending: list[Callable[[], None]] = []
-
-    def send(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Sends a message."""
-        self.ask += 1
-        self.socket.send_multipart(encode({**header, "ask": self.ask}, tensors), copy=not tensors)
 
 
 class Client:
@@ -112,7 +77,7 @@ class Client:
         self.clock = 0
         self._known_clock = 0  # of the pushes that all servers have counted
         self._who = {"worker": worker, "life": life}
-        self._check_hope = check_hope
+        self._survives = check_hope is not None
         self._weights = {name: weight.detach() for name, weight in weights.items()}
         sizes = {name: (weight.numel(), weight.itemsize) for name, weight in self._weights.items()}
         self.shards = plan_shards(sizes, len(addresses))
@@ -123,11 +88,11 @@ class Client:
         self._unsent: list[str] = []
         self._context = zmq.Context()
         self._connections = [
-            _Connection(address, pieces, self._connect(address, keys))
+            Connection(connect(self._context, address, keys), address, pieces, self._introduce, check_hope)
             for address, pieces in zip(addresses, self.shards, strict=True)
         ]
         self._closed = threading.Event()
-        beating = [self._connect(address, keys) for address in addresses]
+        beating = [connect(self._context, address, keys) for address in addresses]
         self._heart = threading.Thread(target=self._beat, args=(beating,), name="parameter-server-beat", daemon=True)
         self._heart.start()
 
@@ -156,12 +121,12 @@ class Client:
                 "op": "init",
                 "num_workers": num_workers,
                 "staleness": "inf" if math.isinf(staleness) else staleness,
-                "evicts": self._check_hope is not None,
+                "evicts": self._survives,
                 "lengths": [len(value) for value in values],
                 "dtypes": [str(value.dtype).removeprefix("torch.") for value in values],
                 "optimizer": None if optimizer is None else {"name": type(optimizer).__name__, "groups": groups},
             }
-            self._say(connection, partial(connection.send, header, values))
+            connection.say(partial(connection.send, header, values))
         self._hear_all()
 
     def enter(self, clock: int) -> None:
@@ -196,7 +161,7 @@ class Client:
                 if not connection.is_shared and keys:
                     tensors = [_cut(gradients, connection.pieces[key]) for key in keys]
                     header = {"op": "part", **self._who, "clock": self.clock + 1, "sent": keys}
-                    self._say(connection, partial(connection.send, header, tensors))
+                    connection.say(partial(connection.send, header, tensors))
             self._unsent.clear()
 
     def push(
@@ -274,7 +239,7 @@ class Client:
         """Gives the servers their parts of a state."""
         for connection in self._connections:
             plain, vectors = pack_state(cut_state(state, connection.pieces, self._weights).values())
-            self._say(connection, partial(connection.send, {"op": "load", "state": plain}, vectors))
+            connection.say(partial(connection.send, {"op": "load", "state": plain}, vectors))
         self._hear_all()
 
     def close(self) -> None:
@@ -287,19 +252,9 @@ class Client:
             self.segment.close()
         self._context.term()
 
-    def _connect(self, address: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDTIMEO, int(1000 * _SILENCE_SECONDS))
-        if keys is not None:
-            socket.curve_serverkey = keys.server_public.encode()
-            socket.curve_publickey, socket.curve_secretkey = keys.worker_public.encode(), keys.worker_secret.encode()
-        socket.connect(address)
-        return socket
-
     def _beat(self, sockets: list[zmq.Socket[bytes]]) -> None:
         """Tells the servers that this worker lives, whatever its main thread does."""
-        while not self._closed.wait(_PING_SECONDS):
+        while not self._closed.wait(_BEAT_SECONDS):
             for socket in sockets:
                 # Not to a server that takes nothing any more: the main thread will say so.
                 with contextlib.suppress(zmq.Again):
@@ -307,21 +262,21 @@ class Client:
         for socket in sockets:
             socket.close()
 
-    def _values(self, connection: _Connection) -> list[Tensor]:
+    def _values(self, connection: Connection) -> list[Tensor]:
         return [_cut(self._weights, piece) for piece in connection.pieces]
 
     @staticmethod
-    def _keys(connection: _Connection, tensors: Mapping[str, Tensor]) -> list[int]:
+    def _keys(connection: Connection, tensors: Mapping[str, Tensor]) -> list[int]:
         return [key for key, piece in enumerate(connection.pieces) if piece.key in tensors]
 
-    def _write(self, connection: _Connection, gradients: Mapping[str, Tensor]) -> None:
+    def _write(self, connection: Connection, gradients: Mapping[str, Tensor]) -> None:
         assert self.segment is not None
         for key in self._keys(connection, gradients):
             _move(gradients, self.segment.gradients, connection.pieces[key])
 
     def _push(
         self,
-        connection: _Connection,
+        connection: Connection,
         message: dict[str, Any],
         present: Mapping[str, Tensor],
         new: Mapping[str, Tensor],
@@ -344,85 +299,32 @@ class Client:
             return
         self.segment = Segment(self._weights)
         for connection in near:
-            self._say(connection, partial(self._send_share, connection))
+            connection.say(partial(self._send_share, connection))
             try:
-                self._hear(connection)
-            except _RefusalError as error:
+                connection.hear()
+            except RefusalError as error:
                 log.info("Gradients are sent in messages: %s", error)
             else:
                 connection.is_shared = True
 
-    def _send_share(self, connection: _Connection) -> None:
+    def _send_share(self, connection: Connection) -> None:
         assert self.segment is not None
         place = {"descriptor": self.segment.descriptor, "offsets": self.segment.offsets(connection.pieces)}
         connection.send({"op": "share", **self._who, "pid": os.getpid(), **place})
 
-    def _ask_all(self, header: dict[str, Any]) -> list[tuple[dict[str, Any], list[zmq.Frame]]]:
-        for connection in self._connections:
-            self._say(connection, partial(connection.send, header))
-        return self._hear_all()
-
-    def _hear_all(self) -> list[tuple[dict[str, Any], list[zmq.Frame]]]:
-        return [self._hear(connection) for connection in self._connections]
-
-    def _say(self, connection: _Connection, send: Callable[[], None]) -> None:
-        connection.pending.append(send)
-        try:
-            send()
-        except zmq.Again as error:
-            if self._check_hope is None:
-                raise self._silent(connection, _SILENCE_SECONDS) from error
-
-    def _hear(self, connection: _Connection) -> tuple[dict[str, Any], list[zmq.Frame]]:
-        """The answer to the last question; a server may wait for slower workers, but must answer pings meanwhile."""
-        heard, is_missed = time.monotonic(), False
-        while True:
-            silence = time.monotonic() - heard
-            if connection.socket.poll(int(1000 * _PING_SECONDS)):
-                first, *frames = connection.socket.recv_multipart(copy=False)
-                header, heard, is_missed = decode_header(first), time.monotonic(), False
-                if header["server"] != connection.server:
-                    if connection.server is not None:
-                        self._say_again(connection)
-                        continue
-                    connection.server = header["server"]
-                if "error" in header and header["ask"] >= connection.since:
-                    connection.pending.clear()
-                    raise _RefusalError(f"The server at {connection.address}: {header['error']}.")
-                if header["ask"] == connection.ask:
-                    connection.pending.clear()
-                    return header, frames
-            elif silence > (_SILENCE_SECONDS if self._check_hope is None else _COMEBACK_SECONDS):
-                raise self._silent(connection, silence)
-            else:
-                if self._check_hope is not None and silence > _SILENCE_SECONDS:
-                    self._check_hope()
-                    if not is_missed:
-                        is_missed = True
-                        log.warning("%s Waiting for it to be started again.", self._silent(connection, silence))
-                with contextlib.suppress(zmq.Again):
-                    connection.socket.send_multipart(encode({"op": "ping"}), zmq.NOBLOCK)
-
-    def _say_again(self, connection: _Connection) -> None:
-        """Tells a server that was started again what it cannot know, and all that it has not answered."""
-        if self._check_hope is None:
-            raise TransportError(
-                f"The server at {connection.address} has been started again; workers that move in step cannot go on"
-                " from an older version of the weights. Resume training from a checkpoint."
-            )
-        log.warning("The server at %s has been started again; going on with it.", connection.address)
-        connection.server, connection.since = None, connection.ask + 1
+    def _introduce(self, connection: Connection) -> None:
+        """Tells a server that has been started again what it cannot know."""
         if connection.is_shared:
             self._send_share(connection)
         connection.send(self._entrance(self._known_clock) if self._inside else {"op": "leave", **self._who})
-        for say in connection.pending:
-            say()
 
-    def _silent(self, connection: _Connection, seconds: float) -> TransportError:
-        return TransportError(
-            f"Worker {self._who['worker']}: the server at {connection.address} has not answered for {seconds:.0f}"
-            " seconds; it has ended, cannot be reached, or has other keys."
-        )
+    def _ask_all(self, header: dict[str, Any]) -> list[Answer]:
+        for connection in self._connections:
+            connection.say(partial(connection.send, header))
+        return self._hear_all()
+
+    def _hear_all(self) -> list[Answer]:
+        return [connection.hear() for connection in self._connections]
 
 
 def _cut(tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:

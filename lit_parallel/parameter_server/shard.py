@@ -50,12 +50,14 @@ class _Memory:
     Attributes:
         pushed: Gradients.
         pulled: Values on their way to the worker.
+        seen: Where workers do not move in step: the values when this one pulled last.
         is_shared: Whether the worker reads and writes them itself.
         parts: Keys whose gradients came before the push of this clock.
     """
 
     pushed: list[Tensor]
     pulled: list[Tensor]
+    seen: list[Tensor] = field(default_factory=list)
     is_shared: bool = False
     parts: tuple[int, set[int]] = field(default_factory=lambda: (0, set()))
 
@@ -147,7 +149,7 @@ class Shard:
             "evicts": self._evicts,
             "lives": self._lives,
             "optimizer": self._spec,
-            "state": None if self._update is None else self._update.optimizer.state_dict(),
+            "state": None if self._update is None else self._update.state_dicts(),
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -160,14 +162,17 @@ class Shard:
             set(snapshot["present"]),
         )
         if self._update is not None:
-            self._update.optimizer.load_state_dict(snapshot["state"])
+            self._update.load_state_dicts(snapshot["state"])
         self._strangers = set(range(self._num_workers))
 
     def _make_store(self, values: list[Tensor], num_workers: int, staleness: float) -> Store:
         spec, self._num_workers = self._spec, num_workers
-        self._update = None if spec is None else OptimizerUpdate(values, spec["name"], spec["groups"])
+        num_optimizers = 1 if staleness == 0 else num_workers
+        self._update = None if spec is None else OptimizerUpdate(values, spec["name"], spec["groups"], num_optimizers)
         if self._store is None or list(map(_layout, self._store.values)) != list(map(_layout, values)):
             self._memory = {}
+        for memory in self._memory.values():
+            memory.seen = []
         self._store = Store(values, num_workers, staleness, self._update)
         self._parked.clear()
         self._parked_norms.clear()
@@ -213,7 +218,7 @@ class Shard:
             if optimizer is not None and optimizer["name"] not in {each.__name__ for each in ELEMENT_WISE}:
                 raise RefusedError(f"there is no element-wise optimizer {optimizer['name']!r}")
             if optimizer is not None:
-                OptimizerUpdate(values, optimizer["name"], optimizer["groups"])  # fails before anything is changed
+                OptimizerUpdate(values, optimizer["name"], optimizer["groups"], 1)  # fails before anything is changed
         self._spec, self._evicts, self._lives = optimizer, header.get("evicts") is True, {}
         self._make_store(values, num_workers, staleness)  # type: ignore[arg-type]
         self._answer(request, {}, ())
@@ -310,8 +315,28 @@ class Shard:
         # before has arrived: it would not pull again else.
         for key in keys:
             memory.pulled[key].copy_(store.values[key])
+        if self._update is not None and store.staleness > 0:
+            self._look_ahead(memory, is_in=worker in store.clocks)
         answer = {"version": pull.version, "staleness": pull.staleness, "keys": keys}
         self._answer(request, answer, [] if memory.is_shared else [memory.pulled[key] for key in keys])
+
+    def _look_ahead(self, memory: _Memory, *, is_in: bool) -> None:
+        """Hands out where values are likely to be when the worker's next gradients arrive.
+
+        Until then the other workers will have pushed, and momentum repeats what they have done since this one's last
+        pull (Hakimi et al. 2019). Who has left gets the values as they are.
+        """
+        store, update = self._open_store(), self._update
+        assert update is not None
+        if not memory.seen:
+            memory.seen = [value.clone() for value in store.values]
+        others = 1 - 1 / max(1, len(store.clocks))
+        for key, momentum in update.momentum().items():
+            if momentum > 0:
+                value, seen = store.values[key], memory.seen[key]
+                if is_in:
+                    memory.pulled[key].add_(value - seen, alpha=momentum * others)
+                seen.copy_(value)
 
     def _memory_of(self, worker: int) -> _Memory:
         if worker not in self._memory:
@@ -322,7 +347,7 @@ class Shard:
     def _state(self, request: Request) -> None:
         self._open_store()
         update = self._update
-        states = [] if update is None else [update.optimizer.state[each] for each in update.parameters]
+        states = [] if update is None else update.state()
         plain, vectors = pack_state(states)
         self._answer(request, {"state": plain}, vectors)
 
@@ -331,12 +356,7 @@ class Shard:
         if self._update is None:
             raise RefusedError("this server has no optimizer")
         with _refusing():
-            states = unpack_state(request.header["state"], request.frames)
-            if len(states) != len(self._update.parameters):
-                raise RefusedError(f"there are {len(self._update.parameters)} keys, not {len(states)}")
-            optimizer = self._update.optimizer
-            loaded = {key: state for key, state in enumerate(states) if state}
-            optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})
+            self._update.load_state(unpack_state(request.header["state"], request.frames))
         self._answer(request, {}, ())
 
     _handlers = {  # noqa: RUF012

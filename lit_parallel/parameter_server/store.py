@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lit_parallel.parameter_server.average import average_into
 
-#: Takes the gradients of some keys (by number), and the options of each parameter group, and changes the values.
-Update = Callable[[Mapping[int, Tensor], list[dict[str, object]]], None]
+#: Takes a worker, its gradients of some keys (by number), and the options of each parameter group, and changes the
+#: values. For the mean of all workers' gradients the worker is 0.
+Update = Callable[[int, Mapping[int, Tensor], list[dict[str, object]]], None]
 
 
 class RefusedError(ValueError):
@@ -52,8 +53,7 @@ class Store:
     A worker's clock counts its pushes; all W workers are in from the start. A pull may proceed while
     the worker is at most `staleness` pushes ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
     With 0 all workers move in step: their gradients are averaged, in the order of their ranks, and applied as one
-    update. Otherwise each push is an update of its own, with 1/W of its gradient, so that W pushes go as far as their
-    average would; `math.inf` is fully asynchronous.
+    update. Otherwise each push is an update of its own; `math.inf` is fully asynchronous.
 
     Args:
         values: One vector per key; changed in place by `update`.
@@ -121,9 +121,7 @@ class Store:
             return False
         self.clocks[worker] = clock
         if self.staleness > 0:
-            for gradient in gradients.values():
-                gradient.div_(self._num_workers)
-            self._apply(gradients, options)
+            self._apply(worker, gradients, options)
         else:
             self._waiting[worker], self._options, self._hold = dict(gradients), options, hold
             self._apply_when_complete()
@@ -135,7 +133,7 @@ class Store:
             held, self._held = self._held, None
             for gradient in held.values():
                 gradient.mul_(scale)
-            self._apply(held, self._options)
+            self._apply(0, held, self._options)
 
     def leave(self, worker: int) -> None:
         """Nobody waits for the worker any more, until it enters again.
@@ -185,7 +183,7 @@ class Store:
                 square = sum(each.double().square().sum().item() for each in mean.values())
                 self.norm = HeldNorm(max(self.clocks.values(), default=0), square, self.version)
             else:
-                self._apply(mean, self._options)
+                self._apply(0, mean, self._options)
 
     def _mean(self) -> dict[int, Tensor]:
         """As all-reduce does it: a worker without a gradient counts as zeros, a key without any has none."""
@@ -197,9 +195,9 @@ class Store:
             average_into(first, rest, self._num_workers)
         return {key: first for key, (first, *_) in by_key.items()}
 
-    def _apply(self, gradients: Mapping[int, Tensor], options: list[dict[str, object]]) -> None:
+    def _apply(self, worker: int, gradients: Mapping[int, Tensor], options: list[dict[str, object]]) -> None:
         if self._update is not None:
-            self._update(gradients, options)
+            self._update(worker, gradients, options)
         else:
             self.present = set(gradients)
             for key, gradient in gradients.items():

@@ -14,32 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_parallel.parameter_server import ELEMENT_WISE, SharedWeights
-from lit_parallel.parameter_server.optimizer_state import is_dense
+from lit_parallel.parameter_server import SharedWeights
 from lit_parallel.strategies.gradient_sync import make_local_hook
+from lit_parallel.strategies.served_optimizer import why_not_served
 from lit_parallel.strategies.synchronous import SynchronousStrategy
 from lit_parallel.transports import NoRoomError, SharedMemoryTransport, Transport
 
 UpdateOn = Literal["auto", "server", "worker"]
-
-
-def why_not_served(module: nn.Module, optimizer: Optimizer) -> str:
-    """Why an optimizer cannot be run in parts, each on its part of the parameters, or ""."""
-    if type(optimizer) not in ELEMENT_WISE:
-        names = ", ".join(each.__name__ for each in ELEMENT_WISE)
-        return f"{type(optimizer).__name__} is not known to be element-wise, as {names} of torch are"
-    return why_not_cut(module, optimizer)
-
-
-def why_not_cut(module: nn.Module, optimizer: Optimizer) -> str:
-    """Why the parameters of an optimizer cannot be cut into shards, or ""."""
-    parameters = set(module.parameters())
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if parameter not in parameters:
-            return f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
-        if not is_dense(parameter):
-            return f"the elements of a parameter of shape {tuple(parameter.shape)} do not lie side by side in memory"
-    return ""
 
 
 class ParameterServerStrategy(SynchronousStrategy):

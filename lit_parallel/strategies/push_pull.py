@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import math
 from collections import deque
@@ -13,11 +12,9 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +26,8 @@ from lit_parallel.parameter_server.hosted_servers import HostedServers
 from lit_parallel.parameter_server.optimizer_state import State
 from lit_parallel.parameter_server.store import check_staleness
 from lit_parallel.parameter_server.wire import CurveKeys
-from lit_parallel.strategies.parameter_server import why_not_cut, why_not_served
+from lit_parallel.strategies.served_optimizer import ServedOptimizer, why_not_cut, why_not_served, why_not_stepped
+from lit_parallel.strategies.surviving_launcher import SurvivingLauncher
 
 Place = Literal["server", "worker"]
 _NUM_KEPT_PULLS = 10_000
@@ -51,7 +49,7 @@ class PushPullStrategy(DDPStrategy):
 
     Args:
         staleness: 0: all move in step, and gradients are averaged; a number: bounded (Ho et al. 2013); infinite:
-            asynchronous. Above 0 each push is an update with 1/P of its gradient.
+            asynchronous. Above 0 each push is a step of this worker's optimizer, with 1/P of its learning rate.
         servers: How many processes of their own serve, started on the first rank's host; or the addresses of servers
             started by hand; None: a thread in each rank.
         server_keys: File with the keys of servers at tcp addresses.
@@ -104,7 +102,7 @@ class PushPullStrategy(DDPStrategy):
         super()._configure_launcher()
         if self._may_survive:
             assert self.cluster_environment is not None
-            self._launcher = _SurvivingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SurvivingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -144,9 +142,10 @@ class PushPullStrategy(DDPStrategy):
         self.pulls.clear()
         if self._welcome is None:
             self._give_weights()
-        # Lightning's loop broadcasts in every batch, which would keep all ranks at one pace.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: _end_on_own_signal(trainer)  # type: ignore[method-assign]
-        if self.staleness == 0:
+        if self.staleness > 0:
+            # Lightning's loop broadcasts in every batch, which would keep all ranks at one pace.
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: _end_on_own_signal(trainer)  # type: ignore[method-assign]
+        else:
             self.precision_plugin.clip_grad_by_norm = self._note_max_norm  # type: ignore[method-assign]
         if trainer.gradient_clip_val is None:  # else gradients still change after backward
             self._hooks = [
@@ -185,7 +184,7 @@ class PushPullStrategy(DDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        served = _ServedOptimizer(optimizer, self._pushing_early, self._exchange)
+        served = ServedOptimizer(optimizer, self._pushing_early, self._exchange)
         return super().optimizer_step(served, closure, model, **kwargs)  # type: ignore[arg-type]
 
     @override
@@ -279,7 +278,7 @@ class PushPullStrategy(DDPStrategy):
         dist.barrier()  # nobody has a push on its way
         if self.is_global_zero:
             served = self.optimizers[0] if self.update_on == "server" else None
-            self._client.init(dist.get_world_size(), self.staleness, served, self._names)
+            self._client.init(self.world_size, self.staleness, served, self._names)
         dist.barrier()
         self._client.enter(0)
         self._move_weights()
@@ -384,43 +383,10 @@ class PushPullStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise ValueError(f"{name} serves one optimizer, and there are {len(self.optimizers)}; use strategy='ring'.")
         find_problem = why_not_served if self.update_on == "server" else why_not_cut
-        if problem := find_problem(self._module, self.optimizers[0]) or _why_not_stepped(self.optimizers[0]):
+        if problem := find_problem(self._module, self.optimizers[0]) or why_not_stepped(self.optimizers[0]):
             raise ValueError(f"{name} cannot serve: {problem}. Use strategy='ring', or change the optimizer.")
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             raise ValueError(f"{name} does not scale losses: use precision='bf16-mixed' in place of '16-mixed'.")
-
-
-class _ServedOptimizer:
-    """The module's optimizer, but its step takes place at the servers."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        pushing_early: Callable[[], contextlib.AbstractContextManager[None]],
-        exchange: Callable[[Optimizer], None],
-    ) -> None:
-        self._optimizer, self._pushing_early, self._exchange = optimizer, pushing_early, exchange
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def step(self, closure: Callable[[], Any]) -> Any:
-        with self._pushing_early():
-            result = closure()
-        self._exchange(self._optimizer)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
-        return result
-
-
-class _SurvivingLauncher(_SubprocessScriptLauncher):
-    """Starts the other ranks of this host like Lightning's, which would kill all when one ends."""
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-        set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
 
 
 def _read_keys(servers: int | Sequence[str] | None, file: str | Path | None) -> CurveKeys | None:
@@ -438,14 +404,6 @@ def _read_keys(servers: int | Sequence[str] | None, file: str | Path | None) -> 
         return CurveKeys.from_json(Path(file).read_text())
     except OSError as error:
         raise ValueError(f"server_keys={str(file)!r} cannot be read: {error}.") from error
-
-
-def _why_not_stepped(optimizer: Optimizer) -> str:
-    """Why an optimizer cannot make a step with given gradients, or ""."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return f"{type(optimizer).__name__} computes gradients several times in a step"
-    return ""
 
 
 def _end_on_own_signal(trainer: Trainer) -> None:

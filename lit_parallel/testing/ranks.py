@@ -61,9 +61,7 @@ def run_ranks(
     Raises:
         RanksError: A rank raised, ended or took too long.
     """
-    # Forked from a small server process: a fork of this process would inherit its threads' locks.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = preloaded_context()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pipes, processes = [], []
@@ -102,6 +100,14 @@ def run_ranks(
             )
         )
     return [failures.get(rank) or outcome[1] for rank, outcome in enumerate(outcomes)]
+
+
+def preloaded_context() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported Lightning already."""
+    # Forked from a small server process: a fork of this process would inherit its threads' locks.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _receive(receiver: Connection, deadline: float) -> tuple[bool, Any] | None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from lit_parallel.data.idx import FILES, read_split
 from lit_parallel.schedules import available_algorithms
+from tests.scripts import ROOT, run, run_in_child
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
 PAGES = [page for page in PAGES if not any(part.startswith("_") for part in page.relative_to(ROOT).parts)]
 
@@ -33,21 +29,10 @@ COMMANDS = sorted({line.split("  #")[0].strip() for block in blocks("bash") for 
 QUICK = "--accelerator cpu --epochs 1 --limit-train-batches 2"
 
 
-def run(command, folder, timeout=240):
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_blocks_run(tmp_path, block):
     (tmp_path / "block.py").write_text(block)
-    result = run([sys.executable, "block.py"], tmp_path)
+    result = run_in_child(tmp_path / "block.py", tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -75,7 +60,7 @@ def test_recipe_commands_run(tmp_path, few_images, command):
     if "--help" not in flags:
         flags += ["--data-dir", str(few_images), "--epochs", "1"]
         flags += QUICK.split() if "fashion_mnist" in recipe else []
-    result = run([sys.executable, str(ROOT / recipe), *flags], tmp_path)
+    result = run(ROOT / recipe, tmp_path, *flags, warnings="default")
     assert result.returncode == 0, result.stderr
 
 

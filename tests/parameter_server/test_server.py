@@ -208,7 +208,7 @@ def test_a_refused_push_ends_the_workers_pull_with_the_reason(tmp_path):
 
 
 def test_whoever_lacks_the_keys_is_not_heard(monkeypatch):
-    monkeypatch.setattr("lit_parallel.parameter_server.client._SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr("lit_parallel.parameter_server.connection._SILENCE_SECONDS", 1.5)
     keys = CurveKeys.generate()
     weights, optimizer, names = weights_of()
     with serving("tcp://127.0.0.1:*", keys) as endpoints, connected(endpoints, weights, keys) as client:
@@ -263,9 +263,9 @@ def test_noise_neither_ends_nor_swells_a_server(tmp_path):
 
 
 def test_a_silent_server_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("lit_parallel.parameter_server.client._SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr("lit_parallel.parameter_server.connection._SILENCE_SECONDS", 1.5)
     weights, *_ = weights_of()
-    message = "Worker 0: the server at ipc://.*/nobody has not answered"
+    message = "The server at ipc://.*/nobody has not answered"
     with connected([f"ipc://{tmp_path}/nobody"], weights) as client, pytest.raises(TransportError, match=message):
         client.pull({name: weight.detach() for name, weight in weights.items()})
 
@@ -371,3 +371,63 @@ def test_who_was_started_again_is_not_taken_for_who_was_before(tmp_path):
             old.pull({name: weight.detach() for name, weight in weights.items()})
         assert new.pull({name: torch.empty_like(weight) for name, weight in weights.items()})[0].version == 0
         new.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_out_of_step_each_worker_has_its_own_momentum_and_looks_ahead(tmp_path, shared):
+    weights, optimizer, names = weights_of(torch.optim.SGD, momentum=0.8)
+    reference = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
+    own = [torch.optim.SGD(reference.values(), lr=0.05, momentum=0.8) for _ in range(2)]  # half of the rate
+    seen = [None, None]
+    with contextlib.ExitStack() as stack:
+        endpoints = stack.enter_context(serving(f"ipc://{tmp_path}/N", number=2))
+        clients = [stack.enter_context(connected(endpoints, weights, worker=worker)) for worker in range(2)]
+        clients[0].init(2, math.inf, optimizer, names)
+        if shared:
+            for client in clients:
+                client.enter(0)
+        pulled = {name: weight.detach().clone() for name, weight in weights.items()}
+        for worker in (0, 1, 1, 0, 1, 0):
+            for parameter in reference.values():
+                parameter.grad = torch.randn_like(parameter)
+            clients[worker].push({name: each.grad for name, each in reference.items()}, [{"lr": 0.1}])
+            clients[worker].pull(pulled)
+            own[worker].step()
+            now = {name: each.detach().clone() for name, each in reference.items()}
+            before, seen[worker] = seen[worker] or now, now
+            for name, value in now.items():
+                # Of what has moved since its last pull, half is the other's; momentum will repeat 0.8 of it.
+                torch.testing.assert_close(pulled[name], value + 0.8 / 2 * (value - before[name]))
+        clients[0].leave()
+        clients[0].pull(pulled)
+        for name, value in reference.items():
+            torch.testing.assert_close(pulled[name], value.detach())  # as they are
+        state = clients[0].optimizer_state()
+        for name, parameter in reference.items():
+            mean = (own[0].state[parameter]["momentum_buffer"] + own[1].state[parameter]["momentum_buffer"]) / 2
+            torch.testing.assert_close(state[name]["momentum_buffer"], mean)
+
+
+def test_state_goes_to_the_right_keys_of_parameter_groups_that_interleave(tmp_path):
+    torch.manual_seed(0)
+    weights = {name: torch.nn.Parameter(torch.randn(size)) for name, size in [("a", 5), ("b", 3), ("c", 4), ("d", 2)]}
+    groups = [{"params": [weights["d"], weights["b"]]}, {"params": [weights["c"], weights["a"]], "lr": 0.01}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    for _ in range(2):
+        for weight in weights.values():
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    state = {name: optimizer.state[weight] for name, weight in weights.items()}
+    names = {weight: name for name, weight in weights.items()}
+    with serving(f"ipc://{tmp_path}/N", number=2) as endpoints, connected(endpoints, weights) as client:
+        client.init(1, 0, optimizer, names)
+        client.load_optimizer_state(state)
+        for name, values in client.optimizer_state().items():
+            for key, value in values.items():
+                assert torch.equal(value, state[name][key])
+        client.push({name: weight.grad for name, weight in weights.items()}, [{}, {}])
+        pulled = {name: torch.empty_like(weight) for name, weight in weights.items()}
+        client.pull(pulled)
+    optimizer.step()
+    for name, weight in weights.items():
+        torch.testing.assert_close(pulled[name], weight)

@@ -20,9 +20,9 @@ def gradient(worker, clock):
 def make_store(num_workers, staleness):
     values = [torch.zeros(3), torch.zeros(1)]
 
-    def descend(gradients, options):
+    def descend(worker, gradients, options):
         for key, value in gradients.items():
-            values[key] -= value
+            values[key] -= value if staleness == 0 else value / num_workers
 
     return Store(values, num_workers, staleness, descend)
 

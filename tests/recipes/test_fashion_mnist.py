@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lit_parallel.schedules import available_algorithms
+from tests.scripts import ROOT, run, run_in_child, run_in_ranks
 
-ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "fashion_mnist.py"
 SMALL = ROOT / "recipes" / "data"
+ON_CPU = ("--accelerator", "cpu", "--data-dir", SMALL)
 STRATEGIES = ("single", "dp", "ddp", *available_algorithms(), "ps_async", "ps_ssp")
 
 
-def run(folder, *flags, recipe="fashion_mnist.py", warnings="error::UserWarning"):
-    return subprocess.run(
-        [sys.executable, "-W", warnings, ROOT / "recipes" / recipe, *map(str, flags)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def train(folder, *flags, **options):
-    result = run(folder, "--accelerator", "cpu", "--data-dir", SMALL, *flags, **options)
+def summary_of(result):
+    """Accuracy, strategy and number of devices of the last line."""
     assert result.returncode == 0, result.stderr
     line = result.stdout.splitlines()[-1]
     match = re.fullmatch(r"test acc: (0\.\d{3}), \d+\.\d sec/epoch, \d+\.\d samples/sec with (\w+) on (\d) x cpu", line)
@@ -39,12 +26,19 @@ def train(folder, *flags, **options):
     return float(match[1]), match[2], int(match[3])
 
 
+def train(folder, *flags, **options):
+    return summary_of(run(RECIPE, folder, *ON_CPU, *flags, **options))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_is_one_flag(tmp_path, strategy):
     devices = 1 if strategy == "single" else 2
-    accuracy, name, count = train(
-        tmp_path, "--strategy", strategy, "--devices", devices, "--epochs", 1, "--limit-train-batches", 30
-    )
+    flags = ("--strategy", strategy, "--devices", devices, "--epochs", 1, "--limit-train-batches", 30)
+    if strategy in ("single", "dp"):
+        result = run_in_child(RECIPE, tmp_path, *ON_CPU, *flags)
+    else:
+        result = run_in_ranks(devices, RECIPE, tmp_path, *ON_CPU, *flags)
+    accuracy, name, count = summary_of(result)
     assert (name, count) == (strategy, devices)
     assert accuracy > 0.3  # ten classes; 30 steps
 
@@ -84,18 +78,15 @@ def test_flags_from_a_file_and_linear_scaling(tmp_path):
     (tmp_path / "flags.yaml").write_text(
         "strategy: tree\nepochs: 1\nlimit_train_batches: 10\nlinear_scaling: true\nbatch_size: 32\nlr: 0.05\n"
     )
-    train(tmp_path, "--config", "flags.yaml", "--output-dir", "elsewhere")
+    summary_of(run_in_ranks(2, RECIPE, tmp_path, *ON_CPU, "--config", "flags.yaml", "--output-dir", "elsewhere"))
     saved = torch.load(tmp_path / "elsewhere" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["hyper_parameters"]["lr_scale"] == 2
     assert saved["hyper_parameters"]["warmup_epochs"] == 1
 
 
 def test_accumulation_and_the_fastest_flags(tmp_path):
-    train(
-        tmp_path,
-        *("--accumulate-grad-batches", 2, "--precision", "bf16-mixed", "--channels-last"),
-        *("--epochs", 1, "--limit-train-batches", 30),
-    )
+    fastest = ("--accumulate-grad-batches", 2, "--precision", "bf16-mixed", "--channels-last")
+    summary_of(run_in_ranks(2, RECIPE, tmp_path, *ON_CPU, *fastest, "--epochs", 1, "--limit-train-batches", 30))
     saved = torch.load(tmp_path / "output" / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 15
 
@@ -121,7 +112,7 @@ def test_accumulation_and_the_fastest_flags(tmp_path):
 )
 def test_wrong_flags_end_with_one_line_and_code_2(tmp_path, flags, message):
     (tmp_path / "file").touch()
-    result = run(tmp_path, "--accelerator", "cpu", *flags.split())
+    result = run_in_child(RECIPE, tmp_path, "--accelerator", "cpu", *flags.split())
     assert result.returncode == 2
     assert re.fullmatch(f"fashion_mnist.py: error: .*{message}.*\n", result.stderr), result.stderr
     assert result.stdout == ""
@@ -129,7 +120,7 @@ def test_wrong_flags_end_with_one_line_and_code_2(tmp_path, flags, message):
 
 
 def test_help_shows_commands_and_every_flag(tmp_path):
-    result = run(tmp_path, "--help")
+    result = run_in_child(RECIPE, tmp_path, "--help")
     assert result.returncode == 0
     assert "\n    python recipes/fashion_mnist.py --strategy ring --devices 2\n" in result.stdout
     for flag in (

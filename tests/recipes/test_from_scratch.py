@@ -7,8 +7,9 @@ from torch.nn.functional import cross_entropy
 from lit_parallel.models import lenet
 from lit_parallel.schedules import get_algorithm
 from recipes.from_scratch import evaluate, get_params, train_batch
-from tests.recipes.test_fashion_mnist import SMALL, run
+from tests.scripts import ROOT, run_in_child
 
+RECIPE = ROOT / "recipes" / "from_scratch.py"
 CPUS = [torch.device("cpu")] * 3
 
 
@@ -31,8 +32,19 @@ def test_a_step_on_many_devices_is_a_step_of_sgd_on_the_whole_batch(algorithm):
 
 
 def test_the_lesson_runs_and_learns(tmp_path):
-    flags = ("--data-dir", SMALL, "--epochs", 1, "--batch-size", 32, "--lr", 0.1, "--algorithm", "ring")
-    result = run(tmp_path, *flags, recipe="from_scratch.py")
+    flags = (
+        "--data-dir",
+        ROOT / "recipes" / "data",
+        "--epochs",
+        1,
+        "--batch-size",
+        32,
+        "--lr",
+        0.1,
+        "--algorithm",
+        "ring",
+    )
+    result = run_in_child(RECIPE, tmp_path, *flags)
     assert result.returncode == 0, result.stderr
     accuracies = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("epoch")]
     assert accuracies[-1] > 0.5
@@ -49,7 +61,7 @@ def test_the_lesson_runs_and_learns(tmp_path):
     ],
 )
 def test_wrong_flags(tmp_path, flags, message):
-    result = run(tmp_path, *flags.split(), recipe="from_scratch.py")
+    result = run_in_child(RECIPE, tmp_path, *flags.split())
     assert result.returncode == 2
     assert message in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import re
 
-from tests.recipes.test_fashion_mnist import SMALL, run
+from tests.scripts import ROOT, run
 
 
 def test_the_slow_worker_holds_up_only_those_in_step(tmp_path):
-    flags = ("--devices", 2, "--slowdown", 20, "--seconds", 4, "--strategies", "ring", "ps_async", "--data-dir", SMALL)
-    result = run(tmp_path, *flags, recipe="stragglers.py", warnings="default")
+    flags = ("--devices", 2, "--slowdown", 20, "--seconds", 4, "--strategies", "ring", "ps_async")
+    recipe, data = ROOT / "recipes" / "stragglers.py", ROOT / "recipes" / "data"
+    result = run(recipe, tmp_path, *flags, "--data-dir", data, warnings="default")
     assert result.returncode == 0, result.stderr
     line = r"(\w+): test acc (0\.\d{3}), (\d+) samples/sec, staleness (\d+\.\d) on average, at most (\d+)"
     found = {match[1]: [float(each) for each in match.groups()[1:]] for match in re.finditer(line, result.stdout)}

@@ -194,8 +194,8 @@ def train_killed(what, servers):
     ("what", "servers", "message"),
     [
         ("worker", 1, "worker 1 has not been heard for 5 seconds; it has ended or failed"),
-        ("worker", None, "the server at ipc://.*/1 has not answered for 5 seconds|worker 1 has not been heard"),
-        ("server", 2, "the server at ipc://.*/0 has not answered for 5 seconds"),
+        ("worker", None, "The server at ipc://.*/1 has not answered for 5 seconds|worker 1 has not been heard"),
+        ("server", 2, "The server at ipc://.*/0 has not answered for 5 seconds"),
     ],
 )
 def test_whoever_is_killed_is_named(what, servers, message):
