@@ -40,10 +40,10 @@ def run(script, folder, *flags, warnings="error::UserWarning", timeout=240):
     return Result(result.returncode, result.stdout, result.stderr)
 
 
-def run_in_child(script, folder, *flags):
+def run_in_child(script, folder, *flags, warnings="error"):
     """In one process that was forked after Lightning was imported."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = preloaded_context().Process(target=_send, args=(sender, script, folder, flags))
+    process = preloaded_context().Process(target=_send, args=(sender, script, folder, flags, warnings))
     process.start()
     sender.close()
     with receiver:
@@ -55,18 +55,18 @@ def run_in_child(script, folder, *flags):
 
 def run_in_ranks(world_size, script, folder, *flags):
     """In ranks that a cluster has started; what the first one ends with."""
-    return run_ranks(_run, world_size, script, folder, flags)[0]
+    return run_ranks(_run, world_size, script, folder, flags, "error")[0]
 
 
 def _send(sender, *arguments):
     sender.send(_run(*arguments))
 
 
-def _run(script, folder, flags):
+def _run(script, folder, flags, action):
     os.chdir(folder)
     sys.argv = [str(script), *map(str, flags)]
     sys.path.insert(0, str(Path(script).parent))
-    warnings.simplefilter("error", UserWarning)
+    warnings.simplefilter(action, UserWarning)
     code = 0
     with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:

@@ -32,7 +32,7 @@ QUICK = "--accelerator cpu --epochs 1 --limit-train-batches 2"
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_blocks_run(tmp_path, block):
     (tmp_path / "block.py").write_text(block)
-    result = run_in_child(tmp_path / "block.py", tmp_path)
+    result = run_in_child(tmp_path / "block.py", tmp_path, warnings="default")
     assert result.returncode == 0, result.stderr
 
 
