@@ -43,9 +43,9 @@ class PushPullStrategy(DDPStrategy):
     work as ever. Clipping by value is exact; by norm it is so with `staleness=0`, and else by the norm of the worker's
     own gradient.
 
-    With `staleness` above 0 and servers that are not in the workers' processes, training survives: it goes on without
-    a worker that ends (but for the first rank), takes in one that is started again at the next epoch, and goes on with
-    a server process that ended and was started again from its snapshot.
+    With `staleness` above 0 training survives: it goes on without a worker that ends (but for the first rank), takes in
+    one that is started again at the next epoch, and starts a server that ended again from its snapshot (across hosts
+    only with `servers`).
 
     Args:
         staleness: 0: all move in step, and gradients are averaged; a number: bounded (Ho et al. 2013); infinite:
@@ -80,10 +80,6 @@ class PushPullStrategy(DDPStrategy):
             raise ValueError("update_on='worker' needs staleness=0: otherwise no two workers would have equal weights.")
         self.staleness, self.servers, self.update_on = staleness, servers, update_on
         self._server_keys = _read_keys(servers, server_keys)
-        self._may_survive = staleness > 0 and servers is not None and options.get("start_method", "popen") == "popen"
-        if self._may_survive:
-            register()
-            options = {"process_group_backend": BACKEND, **options}
         super().__init__(**options)
         #: What this rank's last pulls of this training have brought.
         self.pulls: deque[Pulled] = deque(maxlen=_NUM_KEPT_PULLS)
@@ -91,7 +87,7 @@ class PushPullStrategy(DDPStrategy):
         self._hosted: HostedServers | None = None
         self._group: ElasticGroup | None = None
         self._welcome: dict[str, Any] | None = None  # what a rank that has come back was told, until it is in
-        self._is_welcoming = self._is_last_backward = False
+        self._is_welcoming = self._is_last_backward = self._has_failed = False
         self._max_norm: float | None = None
         self._names: dict[nn.Parameter, str] = {}
         self._hooks: list[Any] = []
@@ -106,6 +102,9 @@ class PushPullStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if self._may_survive and self._process_group_backend is None:
+            register()
+            self._process_group_backend = BACKEND
         super().setup_environment()
         # None too where the process group was made before, by whoever started the ranks.
         self._group = elastic_group() if self._may_survive else None
@@ -232,6 +231,10 @@ class PushPullStrategy(DDPStrategy):
             dist.barrier()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+
+    @override
     def teardown(self) -> None:
         client, self._client = self._client, None
         hosted, self._hosted = self._hosted, None
@@ -244,13 +247,19 @@ class PushPullStrategy(DDPStrategy):
                 parameter.data = parameter.data.clone()  # its own memory again
             client.close()
         if hosted is not None:
-            hosted.close()
+            hosted.close(failed=self._has_failed)
         super().teardown()
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: object) -> None:
         """Registers nothing: `lit_parallel.strategies.register` does."""
+
+    @property
+    def _may_survive(self) -> bool:
+        """Whether some may end without the others: nobody waits for them, and their servers can be had again."""
+        has_servers = self.servers is not None or self.num_nodes == 1
+        return self.staleness > 0 and has_servers and self._start_method == "popen"
 
     @property
     def _module(self) -> LightningModule:

@@ -1,4 +1,4 @@
-"""A training of three workers in which processes are killed: `python surviving.py FOLDER WHAT STALENESS`.
+"""A training of three workers in which processes are killed: `python surviving.py FOLDER WHAT STALENESS SERVERS`.
 
 Run by test_survival.py. Every rank that gets to the end leaves what it knows in FOLDER.
 """
@@ -72,7 +72,7 @@ def main() -> None:
     module = Survivor(folder, what)
     trainer = Trainer(
         **{**QUIET, "enable_checkpointing": True},
-        strategy=PushPullStrategy(staleness=staleness, servers=2),
+        strategy=PushPullStrategy(staleness=staleness, servers=int(sys.argv[4]) or None),
         devices=WORLD_SIZE,
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,

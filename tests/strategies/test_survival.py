@@ -16,9 +16,9 @@ SCRIPT = Path(__file__).with_name("surviving.py")
 ALL, WITHOUT_RANK_1 = 5 / 3, 2.0
 
 
-def run(folder, what, staleness):
-    servers = set(Path(tempfile.gettempdir()).glob("lit_parallel-*"))
-    command = [sys.executable, SCRIPT, folder, what, str(staleness)]
+def run(folder, what, staleness, servers=2):
+    folders = set(Path(tempfile.gettempdir()).glob("lit_parallel-*"))
+    command = [sys.executable, SCRIPT, folder, what, str(staleness), str(servers)]
     with open(folder / "log", "w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=120).returncode
         # Orphans of a first rank that was killed, and a rank that came back.
@@ -26,7 +26,7 @@ def run(folder, what, staleness):
         while subprocess.run(["pgrep", "-f", str(folder)], capture_output=True).returncode == 0:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    assert set(Path(tempfile.gettempdir()).glob("lit_parallel-*")) == servers  # nothing is left behind
+    assert set(Path(tempfile.gettempdir()).glob("lit_parallel-*")) == folders  # nothing is left behind
     ends = {int(path.stem.removeprefix("rank ")): torch.load(path) for path in folder.glob("rank *.pt")}
     return code, ends, (folder / "log").read_text()
 
@@ -42,7 +42,8 @@ def assert_same_at_every_validation(ends):
 
 
 def test_a_killed_worker_is_evicted_and_the_rest_finish(tmp_path):
-    code, ends, log = run(tmp_path, "worker", "inf")
+    """Its server, a thread of its own, is replaced by a process."""
+    code, ends, log = run(tmp_path, "worker", "inf", servers=0)
     assert code == 0, log
     assert ends.keys() == {0, 2}
     assert {end["members"] for end in ends.values()} == {2}
@@ -51,6 +52,7 @@ def test_a_killed_worker_is_evicted_and_the_rest_finish(tmp_path):
     assert metrics == pytest.approx([ALL] + [WITHOUT_RANK_1] * 4)
     assert "worker 1 has not been heard for 5 seconds; the others go on without it" in log
     assert "Rank 1 has not been heard for" in log
+    assert "Server 1 has ended; it is started again from its snapshot" in log
 
 
 def test_a_worker_that_comes_back_is_taken_in(tmp_path):
@@ -72,7 +74,7 @@ def test_a_killed_server_is_started_again_and_training_goes_on(tmp_path):
     assert code == 0, log
     assert ends.keys() == {0, 1, 2}
     assert assert_same_at_every_validation(ends) == pytest.approx([ALL] * 5)
-    assert "Server 1 ended with exit code -9; it is started again from its snapshot" in log
+    assert "Server 1 has ended; it is started again from its snapshot" in log
     assert log.count("has been started again; going on with it") == 3
     assert "refused" not in log
 
