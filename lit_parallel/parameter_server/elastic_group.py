@@ -313,8 +313,8 @@ def _make(store: Store, rank: int, world_size: int, timeout: timedelta) -> Elast
     return ElasticGroup(store, rank, world_size, timeout)
 
 
-def register() -> None:
-    """Makes the backend known to torch."""
+def register_backend() -> None:
+    """Makes `BACKEND` known to torch."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
 

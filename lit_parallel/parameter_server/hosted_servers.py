@@ -100,7 +100,7 @@ class HostedServers:
         for process in self._processes.values():
             process.communicate()  # ends its input, and so the server
         # By the first rank, or by others if that was killed.
-        if self._rank == 0 or _lock(self._folder, 0, "r+") is not None:
+        if self._rank == 0 or self._has_left(0):
             shutil.rmtree(self._folder, ignore_errors=True)  # others may remove their sockets meanwhile
         if self._lock is not None:
             self._lock.close()
@@ -136,7 +136,11 @@ class HostedServers:
     def _has_ended(self, number: int) -> bool:
         if number in self._processes:
             return self._processes[number].poll() is not None
-        if number == 0 or (lock := _lock(self._folder, number, "r+")) is None:
+        return number > 0 and self._has_left(number)
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank of this host has ended without closing in order."""
+        if (lock := _lock(self._folder, rank, "r+")) is None:
             return False
         lock.close()
         return True

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_parallel.parameter_server.client import Client, Pulled, plain_options
-from lit_parallel.parameter_server.elastic_group import BACKEND, ElasticGroup, elastic_group, register
+from lit_parallel.parameter_server.elastic_group import BACKEND, ElasticGroup, elastic_group, register_backend
 from lit_parallel.parameter_server.hosted_servers import HostedServers
 from lit_parallel.parameter_server.optimizer_state import State
 from lit_parallel.parameter_server.store import check_staleness
@@ -103,7 +103,7 @@ class PushPullStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         if self._may_survive and self._process_group_backend is None:
-            register()
+            register_backend()
             self._process_group_backend = BACKEND
         super().setup_environment()
         # None too where the process group was made before, by whoever started the ranks.
@@ -243,7 +243,8 @@ class PushPullStrategy(DDPStrategy):
         self._hooks = []
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         if client is not None:
-            for parameter in self._names:
+            for weight in self._served() if client.segment is not None else ():
+                parameter = self._module.get_parameter(weight)
                 parameter.data = parameter.data.clone()  # its own memory again
             client.close()
         if hosted is not None:
